@@ -1,1 +1,1 @@
-"""The built-in world: scenes of coloured shapes (scene), pictures of them (render), prompts, lots and test sets."""
+"""The built-in world: scenes of coloured shapes, their pictures, prompts, lots and test sets."""

@@ -1,12 +1,14 @@
 """What a picture of the shapes world holds: coloured shapes on a background, as plain frozen data.
 
-Coordinates are fractions of the picture's side, x to the right and y down. `Shape.size` is the diameter of the circle
-around (x, y) that the shape fits in; at rotation 0 the middle of the shape's box is (x, y). Nothing here draws
-(render.py) or draws lots (sampler.py).
+Coordinates are fractions of the picture's side, x to the right and y down. `Shape.size` is the
+diameter of the circle around (x, y) that the shape fits in; at rotation 0 the middle of the shape's
+box is (x, y). Nothing here draws (render.py) or draws lots (sampler.py).
 
-    scene = Scene((Shape("circle", "red", 0.3, 0.5, 0.3), Shape("star", "blue", 0.7, 0.5, 0.3, rotation=10)))
-    scene.shapes[0].box()                            # (0.15, 0.35, 0.45, 0.65)
-    relations(scene.shapes[0], scene.shapes[1])      # {"left of"}
+    circle = Shape("circle", "red", 0.3, 0.5, 0.3)
+    star = Shape("star", "blue", 0.7, 0.5, 0.3, rotation=10)
+    scene = Scene((circle, star))
+    circle.box()               # (0.15, 0.35, 0.45, 0.65)
+    relations(circle, star)    # {"left of"}
 """
 
 import math
@@ -19,8 +21,8 @@ import numpy as np
 
 KINDS = ("circle", "square", "triangle", "star", "ring", "cross", "heart", "moon")
 
-# GenEval's ten colours in GenEval's order. Any two are at least 90 apart in RGB, and every one is at least 80
-# away from every plain background, so that a mean over a shape's inside names its colour.
+# GenEval's ten colours in GenEval's order. Any two are at least 100 apart in RGB, and every one is at
+# least 90 away from every plain background, so that a mean over a shape's inside names its colour.
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 PALETTE: dict[str, tuple[int, int, int]] = {
     "red": (215, 20, 30),
@@ -41,8 +43,8 @@ MIRRORED = {"left of": "right of", "right of": "left of", "above": "below", "bel
 # Plain backgrounds are greys of a level in this range (inclusive).
 PLAIN_LEVELS = (162, 186)
 
-# Degrees either way that a shape may be turned and still be told from its neighbours: a square at 45 degrees is a
-# diamond, a plus at 45 degrees another sign.
+# Degrees either way that a shape may be turned and still be told from its neighbours: a square at
+# 45 degrees is a diamond, a plus at 45 degrees another sign.
 MAX_ROTATION = {
     "circle": 0.0,
     "square": 14.0,
@@ -57,7 +59,8 @@ MAX_ROTATION = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One drawn object; `broken` in [0, 0.5] is the share of its turn that a wedge cut out of it takes (malformed)."""
+    """One drawn object; a malformed one lacks a wedge that takes the share `broken` (0 to 0.5) of a
+    full turn."""
 
     kind: str
     color: str
@@ -82,7 +85,8 @@ class Shape:
         return place(outline(self.kind), self)
 
     def box(self) -> tuple[float, float, float, float]:
-        """Tight box (left, top, right, bottom) of the whole shape, in picture fractions (a wedge is not taken off)."""
+        """Tight box (left, top, right, bottom) in picture fractions; a broken shape's is that of the
+        whole one."""
         points = self.points()
         left, top = points.min(axis=0)
         right, bottom = points.max(axis=0)
@@ -91,7 +95,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """`plain` is one grey, `tint` one pale colour, `texture` a soft pattern around `rgb` that `seed` chooses."""
+    """`plain` is one grey, `tint` one pale colour, `texture` a soft pattern around `rgb` that `seed`
+    chooses."""
 
     kind: Literal["plain", "tint", "texture"] = "plain"
     rgb: tuple[int, int, int] = (174, 174, 174)
@@ -112,9 +117,9 @@ class Scene:
         return replace(self, shapes=self.shapes[:index] + self.shapes[index + 1 :])
 
     def changing(self, index: int, **changes: object) -> "Scene":
-        """The scene with fields of one shape changed, for example `scene.changing(0, color="blue")`."""
+        """The scene with fields of one shape changed: `scene.changing(0, color="blue")`."""
         changed = replace(self.shapes[index], **changes)
-        return replace(self, shapes=self.shapes[:index] + (changed,) + self.shapes[index + 1 :])
+        return replace(self, shapes=(*self.shapes[:index], changed, *self.shapes[index + 1 :]))
 
     def matching(self, kind: str, color: str | None = None) -> list[int]:
         """Indices of the whole (not broken) shapes of a kind, of one color if it is given."""
@@ -126,7 +131,8 @@ class Scene:
 
 
 def place(points: np.ndarray, shape: Shape) -> np.ndarray:
-    """Points [n, 2] of a shape's own frame (circle of radius 1) put into the picture, [n, 2] in fractions."""
+    """Points [n, 2] of a shape's own frame (circle of radius 1) put into the picture, [n, 2] in
+    fractions of its side."""
     angle = math.radians(shape.rotation)
     cos, sin = math.cos(angle), math.sin(angle)
     turned = points @ np.array([[cos, sin], [-sin, cos]])
@@ -138,7 +144,8 @@ RING_HOLE = 0.55  # inner radius of a ring over its outer one
 
 @cache
 def outline(kind: str) -> np.ndarray:
-    """Outer outline of a kind in its own frame, [n, 2]: box centred on 0, farthest point at radius 1 (y down)."""
+    """Outer outline of a kind in its own frame, [n, 2]: box centred on 0, farthest point at radius 1,
+    y down."""
     turn = np.linspace(0, 2 * math.pi, 64, endpoint=False)
     if kind in ("circle", "ring"):
         points = np.stack([np.cos(turn), np.sin(turn)], 1)
@@ -174,8 +181,9 @@ def outline(kind: str) -> np.ndarray:
 
 
 def relations(subject: Shape, anchor: Shape) -> set[str]:
-    """Relations of subject to anchor by GenEval's rule on boxes: offsets of the box centres, shrunk by a tenth of the
-    summed sizes and divided by the unshrunk distance, must exceed one half. Two may hold at once, or none."""
+    """Relations of subject to anchor by GenEval's rule on boxes: the offset of the box centres, shrunk
+    by a tenth of the summed sizes and divided by the unshrunk distance, must exceed one half. Two may
+    hold at once, or none."""
     box, other = subject.box(), anchor.box()
     offsets, shrunk = [], []
     for low, high in ((0, 2), (1, 3)):
@@ -192,7 +200,7 @@ def relations(subject: Shape, anchor: Shape) -> set[str]:
 
 
 def gap(a: Shape, b: Shape) -> float:
-    """Room between the bounding circles of two shapes in picture fractions; negative where they overlap."""
+    """Room between the bounding circles of two shapes in picture fractions; negative if they overlap."""
     return math.hypot(a.x - b.x, a.y - b.y) - (a.size + b.size) / 2
 
 
