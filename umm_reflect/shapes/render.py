@@ -77,7 +77,7 @@ def background(spec: Background, size: int) -> Image.Image:
 
 
 def texture(seed: int, size: int) -> np.ndarray:
-    """A pattern in [-1, 1], [size, size] float64, chosen and placed by the seed; it scales along."""
+    """A pattern in [-1, 1], [size, size] float64, chosen and placed by the seed."""
     lots = np.random.default_rng(seed)
     name = TEXTURES[lots.integers(len(TEXTURES))]
     angle, phase_x, phase_y, period = lots.uniform((0, 0, 0, 0.07), (math.pi, 1, 1, 0.16))

@@ -21,8 +21,8 @@ import numpy as np
 
 KINDS = ("circle", "square", "triangle", "star", "ring", "cross", "heart", "moon")
 
-# GenEval's ten colours in GenEval's order. Any two are at least 100 apart in RGB, and every one is at
-# least 90 away from every plain background, so that a mean over a shape's inside names its colour.
+# GenEval's ten colours in GenEval's order. Any two are at least 100 apart in RGB, and every one is
+# at least 90 away from every plain background, so a mean over a shape's inside names its colour.
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 PALETTE: dict[str, tuple[int, int, int]] = {
     "red": (215, 20, 30),
@@ -59,8 +59,8 @@ MAX_ROTATION = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One drawn object; a malformed one lacks a wedge that takes the share `broken` (0 to 0.5) of a
-    full turn."""
+    """One drawn object; a malformed one lacks a wedge that takes the share `broken` (0 to 0.5) of
+    a full turn."""
 
     kind: str
     color: str
@@ -85,8 +85,8 @@ class Shape:
         return place(outline(self.kind), self)
 
     def box(self) -> tuple[float, float, float, float]:
-        """Tight box (left, top, right, bottom) in picture fractions; a broken shape's is that of the
-        whole one."""
+        """Tight box (left, top, right, bottom) in picture fractions; a broken shape's is that of
+        the whole one."""
         points = self.points()
         left, top = points.min(axis=0)
         right, bottom = points.max(axis=0)
@@ -95,8 +95,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """`plain` is one grey, `tint` one pale colour, `texture` a soft pattern around `rgb` that `seed`
-    chooses."""
+    """`plain` is one grey, `tint` one pale colour, `texture` a soft pattern around `rgb` that
+    `seed` chooses."""
 
     kind: Literal["plain", "tint", "texture"] = "plain"
     rgb: tuple[int, int, int] = (174, 174, 174)
@@ -144,8 +144,8 @@ RING_HOLE = 0.55  # inner radius of a ring over its outer one
 
 @cache
 def outline(kind: str) -> np.ndarray:
-    """Outer outline of a kind in its own frame, [n, 2]: box centred on 0, farthest point at radius 1,
-    y down."""
+    """Outer outline of a kind in its own frame, [n, 2]: box centred on 0, farthest point at
+    radius 1, y down."""
     turn = np.linspace(0, 2 * math.pi, 64, endpoint=False)
     if kind in ("circle", "ring"):
         points = np.stack([np.cos(turn), np.sin(turn)], 1)
@@ -181,9 +181,9 @@ def outline(kind: str) -> np.ndarray:
 
 
 def relations(subject: Shape, anchor: Shape) -> set[str]:
-    """Relations of subject to anchor by GenEval's rule on boxes: the offset of the box centres, shrunk
-    by a tenth of the summed sizes and divided by the unshrunk distance, must exceed one half. Two may
-    hold at once, or none."""
+    """Relations of subject to anchor by GenEval's rule on boxes: the offset of the box centres,
+    shrunk by a tenth of the summed sizes and divided by the unshrunk distance, must exceed a half.
+    Two may hold at once, or none."""
     box, other = subject.box(), anchor.box()
     offsets, shrunk = [], []
     for low, high in ((0, 2), (1, 3)):
@@ -200,7 +200,7 @@ def relations(subject: Shape, anchor: Shape) -> set[str]:
 
 
 def gap(a: Shape, b: Shape) -> float:
-    """Room between the bounding circles of two shapes in picture fractions; negative if they overlap."""
+    """Room between the bounding circles of two shapes in fractions; negative if they overlap."""
     return math.hypot(a.x - b.x, a.y - b.y) - (a.size + b.size) / 2
 
 
