@@ -44,9 +44,7 @@ class ImageSegment:
 
     def __post_init__(self):
         if not (self.has_vae or self.has_vit):
-            raise ValueError(
-                "an image segment needs vae_pixels, latent or vit_pixels; all are None"
-            )
+            raise ValueError("an image segment needs vae_pixels, latent or vit_pixels")
 
     @property
     def has_vae(self) -> bool:

@@ -1,7 +1,7 @@
 """Rectified flow as pure functions: schedule, steps with their log-probs, guidance, loss.
 
-Convention everywhere: x_t = (1-t) clean + t noise, velocity v = noise - clean, t runs from 1 (noise)
-to 0 (image). N schedule points are N-1 steps. Times, latents and log-probs are fp32::
+Convention everywhere: x_t = (1-t) clean + t noise, velocity v = noise - clean, t runs from 1
+(noise) to 0 (image). N schedule points are N-1 steps. Times, latents and log-probs are fp32::
 
     times = schedule(settings.points, settings.timestep_shift)
     for t, t_next in pairwise(times):
@@ -262,9 +262,9 @@ def cps_mean_std(
 ) -> tuple[Tensor, Tensor]:
     """Mean and std of the coefficient-preserving step (Flow-CPS, arXiv 2509.05952), fp32.
 
-    std = t_next sin(a pi/2), mean = (1-t_next) x0 + sqrt(t_next^2 - std^2) eps, where x0 and eps are
-    the clean picture and the noise that v implies. The total noise stays on schedule; the last step
-    is deterministic.
+    std = t_next sin(a pi/2), mean = (1-t_next) x0 + sqrt(t_next^2 - std^2) eps, where x0 and eps
+    are the clean picture and the noise that v implies. The total noise stays on schedule; the last
+    step is deterministic.
     """
     x, v = x.float(), v.float()
     t, t_next = _per_image(t, x), _per_image(t_next, x)
@@ -407,7 +407,8 @@ def released_window_start(
     """First step of the released sampler's noise window, by its published rule.
 
     identity: (experiment seed, logical step, trajectory index, round index) of an edit; None for a
-    first image, whose window is constant. window_range: (low, high), high not included by the window.
+    first image, whose window is constant. The window
+    lies in [low, high) = window_range.
     """
     rng = random.Random(0)
     if identity is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def stream_seed(seed: int, sample: int | str, round: int, purpose: str) -> int:
+def stream_seed(seed: int, sample: int | str, round: int, purpose: str) -> int:  # noqa: A002
     """The 64-bit seed of a stream: the first 8 bytes, big-endian, of the sha256 of the name.
 
     The name is written as a JSON list, so that no two different tuples share one (the sample 1 is
@@ -25,12 +25,11 @@ def stream_seed(seed: int, sample: int | str, round: int, purpose: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode("ascii")).digest()[:8], "big")
 
 
-def stream(seed: int, sample: int | str, round: int, purpose: str) -> torch.Generator:
+def stream(seed: int, sample: int | str, round: int, purpose: str) -> torch.Generator:  # noqa: A002
     """A fresh CPU generator at the start of the named stream.
 
-    Always on the CPU, so that a GPU run draws the same noise. torch's CPU generator keeps 32 bits of
-    a seed, so two of 10,000 streams coincide with a chance of 1 %; nothing relies on their
-    independence beyond that.
+    Always on the CPU, so that a GPU run draws the same noise. torch's CPU generator keeps 32 bits
+    of a seed, so among 10,000 streams two coincide with a chance of 1 %; nothing relies on more.
     """
     import torch
 
