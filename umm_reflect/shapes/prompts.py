@@ -159,8 +159,8 @@ def _splits(totals: Sequence[int], most: int) -> list[tuple[int, ...]]:
     return [counts for counts in twos + threes if sum(counts) in totals]
 
 
-# Counts of the clauses of a compound row: two or three clauses, three to five objects (hard: five or
-# six).
+# Counts of the clauses of a compound row: two or three clauses, three to five objects (hard: five
+# or six).
 _COUNTS = {"compound": _splits((3, 4, 5), 4), "hard_compound": _splits((5, 6), 4)}
 
 
@@ -188,25 +188,17 @@ def listing(parts: Sequence[str], last: str = "and") -> str:
     return f" {last} ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
 
 
+_VERBS = ("draw", "paint", "show", "make", "create", "show me", "i want", "please draw")
+_MEDIA = ("a picture", "an image", "a photo", "a drawing", "draw a picture", "i want a picture")
 _OPENINGS = (
-    *["{}"] * 6,
-    *[
-        f"{kind} of {{}}"
-        for kind in ("a picture", "an image", "a photo", "a drawing", "a simple picture")
-    ],
-    *[f"{verb} {{}}" for verb in ("draw", "paint", "show", "make", "create", "show me")],
-    *[f"{verb} a picture of {{}}" for verb in ("draw", "make", "i want")],
-    *[
-        "please draw {}",
-        "i want {}",
-        "{} please",
-        "a picture with {}",
-        "can you draw {}",
-    ],
-    *[
-        "there should be {}",
-        "an image that shows {}",
-    ],
+    *["{}"] * 6,  # mostly the bare request
+    *[verb + " {}" for verb in _VERBS],
+    *[medium + " of {}" for medium in _MEDIA],
+    "{} please",
+    "can you draw {}",
+    "there should be {}",
+    "a picture with {}",
+    "an image that shows {}",
 )
 _JOINS = ("and", "and", "and", "with", "and also", "together with")
 _RELATION_FORMS = {
