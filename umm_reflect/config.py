@@ -189,12 +189,16 @@ def _read_json(path: Path) -> dict:
             "Name a folder with llm_config.json, vit_config.json, ema.safetensors and ae.safetensors",
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not readable as JSON ({error})", "Fetch the file again") from error
+        raise CheckpointError(
+            f"{path} is not readable as JSON ({error})", "Fetch the file again"
+        ) from error
 
 
 def _need(content: dict, key: str, path: Path):
     if key not in content:
-        raise CheckpointError(f"{path} has no key {key!r}", "The file belongs to another kind of model")
+        raise CheckpointError(
+            f"{path} has no key {key!r}", "The file belongs to another kind of model"
+        )
     return content[key]
 
 
@@ -211,7 +215,9 @@ def _llm_config(content: dict, path: Path) -> LLMConfig:
         vocab_size=_need(content, "vocab_size", path),
         rms_norm_eps=content.get("rms_norm_eps", 1e-6),
         # transformers 5 nests the value; the original's class default (1e4) is wrong for every released file
-        rope_theta=float(content.get("rope_theta") or content.get("rope_parameters", {}).get("rope_theta", 1e6)),
+        rope_theta=float(
+            content.get("rope_theta") or content.get("rope_parameters", {}).get("rope_theta", 1e6)
+        ),
     )
 
 

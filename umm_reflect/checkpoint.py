@@ -1,0 +1,282 @@
+"""Read and write checkpoint folders in the BAGEL layout. Whatever does not fit is an error that names the tensor.
+
+    bagel = load("pretrained/bagel-nano-shapes", device="auto", dtype="auto")
+    save(bagel, "out/checkpoint")
+
+Modules are built on the meta device and filled by assignment, tensor by tensor, straight onto the target device, so
+that host memory never holds a second copy. The position tables are computed (fp32), not read; grid sides and the
+VAE's shape come from the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from umm_reflect.attention import BACKENDS
+from umm_reflect.config import BagelConfig
+from umm_reflect.errors import CheckpointError
+from umm_reflect.layout import Frame
+from umm_reflect.model import Bagel
+from umm_reflect.tokens import Tokens
+from umm_reflect.vit import sincos_table
+
+WEIGHTS = "ema.safetensors"
+VAE_WEIGHTS = "ae.safetensors"
+TABLES = ("latent_pos_embed.pos_embed", "vit_pos_embed.pos_embed")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+)
+# Names listed in an error before "and N more".
+MOST_NAMES = 5
+
+
+class TensorFiles:
+    """The tensors of one safetensors file, or of the shards that an index lists, read one by one."""
+
+    def __init__(self, folder: Path, name: str):
+        self.label = str(folder / name)
+        index = folder / f"{name}.index.json"
+        if (folder / name).exists():
+            paths = [folder / name]
+        elif index.exists():
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            paths = [folder / shard for shard in dict.fromkeys(shards)]
+            self.label = str(index)
+        else:
+            raise CheckpointError(
+                f"{folder} has no {name} (nor {name}.index.json)",
+                "Name a complete BAGEL checkpoint folder, or fetch one with: umm-reflect download",
+            )
+        self._where: dict[str, Path] = {}
+        for path in paths:
+            with self._open(path) as file:
+                self._where.update(dict.fromkeys(file.keys(), path))
+
+    @staticmethod
+    def _open(path: Path, device: str = "cpu"):
+        try:
+            return safe_open(path, framework="pt", device=device)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing", "Fetch the checkpoint again") from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} is not a readable safetensors file ({error})",
+                "It may be truncated: fetch it again",
+            ) from error
+
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {}
+        for path in dict.fromkeys(self._where.values()):
+            with self._open(path) as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        return shapes
+
+    def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """All tensors in file order, on the device."""
+        for path in dict.fromkeys(self._where.values()):
+            with self._open(path, str(device)) as file:
+                for name in file.keys():  # noqa: SIM118
+                    yield name, file.get_tensor(name)
+
+
+def load(
+    name: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    attn: str = "auto",
+    adapter: str | Path | None = None,
+    vae_dtype: torch.dtype | None = None,
+) -> Bagel:
+    """Load a checkpoint for inference or training.
+
+    name: folder, hub id or `id@revision`. device: auto|cuda|cpu|mps|npu. dtype: auto (bf16 on an accelerator, fp32 on a
+    CPU) or a torch dtype. attn: one of `attention.BACKENDS`. adapter: a PEFT LoRA folder or id.
+    vae_dtype: the VAE's; default: the model's.
+
+    Returns a `Bagel` in eval mode with `vae`, `tokens`, `frame` and `folder` set. Raises CheckpointError.
+    """
+    from umm_reflect.device import resolve_device, resolve_dtype
+    from umm_reflect.hub import resolve
+
+    if attn not in BACKENDS:
+        raise ValueError(f"unknown attention backend {attn!r}; choose one of {', '.join(BACKENDS)}")
+    folder = resolve(name)
+    target = resolve_device(device)
+    number = resolve_dtype(dtype, target)
+    tokens = Tokens.from_folder(folder)
+    bagel = load_model(folder, device=target, dtype=number)
+    bagel.attn = attn
+    attach_vae(bagel, load_vae(folder, bagel.config, device=target, dtype=vae_dtype or number))
+    if tokens.size > bagel.config.llm.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer of {folder} has {tokens.size} ids, the model {bagel.config.llm.vocab_size} rows",
+            "Tokenizer and weights do not belong together",
+        )
+    attach_tokens(bagel, tokens, folder)
+    if adapter is not None:
+        from umm_reflect.adapters import load_adapter
+
+        load_adapter(bagel, adapter)
+    return bagel
+
+
+def attach_vae(bagel: Bagel, vae: nn.Module) -> None:
+    """Hang the autoencoder on the model, outside of its parameters and state dict."""
+    object.__setattr__(bagel, "vae", vae)
+    bagel.config = replace(bagel.config, vae=vae.config)
+
+
+def attach_tokens(bagel: Bagel, tokens: Tokens, folder: Path | None) -> None:
+    """Give the model its tokenizer and the ids of its frame."""
+    bagel.tokens = tokens
+    bagel.frame = Frame(tokens.start, tokens.end, tokens.image_start, tokens.image_end)
+    bagel.folder = folder
+
+
+def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Bagel:
+    """The transformer, ViT and heads from `ema.safetensors`, checked against the config; no tokenizer, no VAE."""
+    files = TensorFiles(folder, WEIGHTS)
+    shapes = files.shapes()
+    config = BagelConfig.from_folder(folder)
+    sides = {name: _side(shapes, name, files.label) for name in TABLES}
+    config = config.with_sides(latent_grid_side=sides[TABLES[0]], vit_grid_side=sides[TABLES[1]])
+    bagel = empty_bagel(config)
+    fill(bagel, files, shapes, device=device, dtype=dtype, skip=TABLES)
+    place_tables(bagel, device)
+    return bagel.eval()
+
+
+def load_vae(
+    folder: Path, config: BagelConfig, *, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """The autoencoder from `ae.safetensors`, its shape from the tensors."""
+    from umm_reflect.autoencoder import AutoEncoder, infer_vae_config
+
+    files = TensorFiles(folder, VAE_WEIGHTS)
+    shapes = files.shapes()
+    vae_config = infer_vae_config(shapes, config.vae)
+    with torch.device("meta"):
+        vae = AutoEncoder(vae_config)
+    fill(vae, files, shapes, device=device, dtype=dtype)
+    return vae.eval()
+
+
+def empty_bagel(config: BagelConfig) -> Bagel:
+    """A model without memory (meta device): for inventories, and to be filled."""
+    with torch.device("meta"):
+        return Bagel(config)
+
+
+def place_tables(bagel: Bagel, device: torch.device) -> None:
+    """Compute the two fixed position tables in fp32."""
+    for table in (bagel.latent_pos_embed, bagel.vit_pos_embed):
+        table.pos_embed = sincos_table(table.side, table.width).to(device)
+
+
+def fill(
+    module: nn.Module,
+    files: TensorFiles,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    skip: tuple[str, ...] = (),
+) -> None:
+    """Assign every tensor of `files` to the meta module; raises CheckpointError unless names and shapes match."""
+    wanted = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+    _refuse("lacks", [n for n in wanted if n not in shapes], files.label)
+    _refuse("has, unknown to this model,", [n for n in shapes if n not in wanted], files.label)
+    wrong = [
+        f"{n} {list(shapes[n])} (expected {list(wanted[n])})"
+        for n in wanted
+        if shapes[n] != wanted[n]
+    ]
+    _refuse("has in another shape", wrong, files.label)
+    owners = dict(module.named_modules())
+    for name, tensor in files.tensors(device):
+        if name in skip:
+            continue
+        owner, leaf = name.rpartition(".")[::2]
+        value = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+        setattr(owners[owner], leaf, value)
+
+
+def _refuse(verb: str, names: list[str], label: str) -> None:
+    if names:
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        raise CheckpointError(
+            f"{label} {verb} {len(names)} tensors: {', '.join(names[:MOST_NAMES])}{more}",
+            "Config and weights do not belong together, or the file is damaged",
+        )
+
+
+def _side(shapes: Mapping[str, tuple[int, ...]], name: str, label: str) -> int:
+    if name not in shapes:
+        raise CheckpointError(f"{label} lacks {name}", "It is not a complete BAGEL checkpoint")
+    rows = shapes[name][0]
+    side = round(rows**0.5)
+    if side * side != rows:
+        raise CheckpointError(
+            f"{label}: {name} has {rows} rows, which is no square grid", "The file is damaged"
+        )
+    return side
+
+
+def save(bagel: Bagel, folder: str | Path, *, weights: Mapping[str, Tensor] | None = None) -> Path:
+    """Write a complete folder: configs, bf16 `ema.safetensors`, `ae.safetensors`, tokenizer, `reflection.json`.
+
+    Everything is written aside and renamed, so that a killed run leaves the old folder or the new one.
+    weights: tensors to store in place of the model's (an average). Tokenizer files, the card and
+    `reflection.json` are copied from the folder that the model came from.
+    """
+    folder = Path(folder)
+    aside = folder.with_name(folder.name + ".writing")
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+    vae: nn.Module = bagel.vae
+    config = replace(bagel.config, vae=vae.config)
+    config.to_files(aside, bos_token_id=bagel.tokens.pad, eos_token_id=bagel.tokens.end)
+    source = getattr(bagel, "folder", None)
+    for name in (*TOKENIZER_FILES, "reflection.json", "README.md"):
+        if source is not None and (Path(source) / name).exists():
+            shutil.copyfile(Path(source) / name, aside / name)
+    state = dict(weights if weights is not None else bagel.state_dict())
+    save_tensors(state, aside / WEIGHTS)
+    save_tensors(vae.state_dict(), aside / VAE_WEIGHTS)
+    if folder.exists():
+        old = folder.with_name(folder.name + ".old")
+        if old.exists():
+            shutil.rmtree(old)
+        os.rename(folder, old)
+        os.rename(aside, folder)
+        shutil.rmtree(old)
+    else:
+        os.rename(aside, folder)
+    return folder
+
+
+def save_tensors(
+    state: Mapping[str, Tensor], path: Path, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """One safetensors file in `dtype`."""
+    save_file({n: t.detach().to("cpu", dtype).contiguous() for n, t in state.items()}, path)

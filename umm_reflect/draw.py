@@ -1,0 +1,260 @@
+"""Draw: rectified flow from noise to pictures, all guidance branches of all samples in one forward a step.
+
+Legend: R requests, B branch rows (the conditional row of every request first, then those that differ from it),
+n latent tokens a picture, C numbers a token.
+
+A branch that equals another is not run twice: None, or an equal context, is folded (`flow.guide`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from umm_reflect import batch as batching
+from umm_reflect.cache import KVCache, assemble
+from umm_reflect.context import Context
+from umm_reflect.flow import DrawSettings, cps_step, euler_step, guide, sde_step
+from umm_reflect.images import check_drawn_size, to_pil, unpatchify_latent
+from umm_reflect.layout import Row, vae_block
+from umm_reflect.prefill import Engine
+
+# The VAE decodes at most this many pixels at once (16 pictures of 512²).
+DECODE_PIXELS = 16 * 512 * 512
+
+
+@dataclass(frozen=True)
+class DrawRequest:
+    """One picture to draw. A branch that is None equals the conditional one. size: (height, width) in pixels.
+
+    `generator` gives the first noise [n, C], then one draw of that shape for each stochastic step.
+    """
+
+    conditional: Context
+    text_uncond: Context | None
+    image_uncond: Context | None
+    size: tuple[int, int]
+    generator: torch.Generator
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """A picture and how it came about.
+
+    pixels: [3, H, W] fp32 before clamping. latent: final tokens [n, C] fp32. latents: [w + 1, n, C], the states around
+    the w stochastic steps, times: [w + 1], logprobs: [w]; all empty when every step was an Euler step.
+    """
+
+    pixels: Tensor
+    image: Image.Image
+    latent: Tensor
+    latents: Tensor
+    times: Tensor
+    logprobs: Tensor
+
+
+@torch.inference_mode()
+def draw(
+    engine: Engine,
+    requests: Sequence[DrawRequest],
+    settings: DrawSettings | Sequence[DrawSettings],
+    *,
+    on_step: Callable[[int, int], None] | None = None,
+    truncate: bool = False,
+) -> list[Drawn]:
+    """Draw all requests together; each gets its own noise, so company never changes a picture.
+
+    settings: for all, or one a request where only the noise window differs. on_step(done, steps) reports progress.
+    truncate: 8-bit levels by truncation, as the original. Raises UsageError for a size that the grid cannot hold,
+    FloatingPointError when a picture is not finite.
+    """
+    if not requests:
+        return []
+    per_request = (
+        [settings] * len(requests) if isinstance(settings, DrawSettings) else list(settings)
+    )
+    flow = Denoiser(engine, requests, per_request[0])
+    x = flow.noise()
+    times = per_request[0].times
+    for other in per_request:
+        assert torch.equal(other.times, times), "requests of one call share their schedule"
+    states: list[list[Tensor]] = [[] for _ in requests]
+    stamps: list[list[float]] = [[] for _ in requests]
+    logprobs: list[list[Tensor]] = [[] for _ in requests]
+    steps = len(times) - 1
+    for step in range(steps):
+        t, t_next = times[step], times[step + 1]
+        v = flow.velocity(x, t)
+        for r, (own, request) in enumerate(zip(per_request, requests, strict=True)):
+            if not own.stochastic(step):
+                x[r] = euler_step(x[r], v[r], t, t_next)
+                continue
+            noise = torch.randn(x[r].shape, generator=request.generator).to(x[r].device)
+            taken = (
+                cps_step(x[r], v[r], t, t_next, own.noise_level, noise)
+                if own.step_kind == "cps"
+                else sde_step(x[r], v[r], t, t_next, own.noise_level, noise, own.sigma)
+            )
+            if not states[r]:
+                states[r].append(x[r])
+                stamps[r].append(float(t))
+            x[r] = taken.x_next
+            states[r].append(x[r])
+            stamps[r].append(float(t_next))
+            logprobs[r].append(taken.logprob)
+        if on_step is not None:
+            on_step(step + 1, steps)
+    pixels = decode(engine, x, [request.size for request in requests])
+    return [
+        Drawn(
+            pixels=pixels[r],
+            image=to_pil(pixels[r], truncate),
+            latent=x[r].cpu(),
+            latents=torch.stack(states[r]).cpu() if states[r] else torch.zeros(0),
+            times=torch.tensor(stamps[r]),
+            logprobs=torch.stack(logprobs[r]).cpu() if logprobs[r] else torch.zeros(0),
+        )
+        for r in range(len(requests))
+    ]
+
+
+class Denoiser:
+    """The velocity of a batch of pictures under guidance, with all contexts read and their KV in place."""
+
+    def __init__(self, engine: Engine, requests: Sequence[DrawRequest], settings: DrawSettings):
+        bagel = engine.bagel
+        self.engine, self.bagel, self.settings, self.requests = engine, bagel, settings, requests
+        config = bagel.config
+        for request in requests:
+            check_drawn_size(*request.size, config.latent_grid_side, config.latent_stride)
+        self.grids = [
+            tuple(s // config.latent_stride for s in request.size) for request in requests
+        ]
+        self.branches = [self._branches(request) for request in requests]
+
+        contexts, owner = [request.conditional for request in requests], list(range(len(requests)))
+        self.row_of: list[tuple[int, int | None, int | None]] = []
+        for r, (text, image) in enumerate(self.branches):
+            rows: list[int | None] = []
+            for branch in (text, image):
+                if branch is None:
+                    rows.append(None)
+                elif rows and rows[0] is not None and branch == text:
+                    rows.append(rows[0])
+                else:
+                    rows.append(len(contexts))
+                    contexts.append(branch)
+                    owner.append(r)
+            self.row_of.append((r, *rows))
+        caches = engine.caches(contexts)
+        lengths = [self.grids[r][0] * self.grids[r][1] + 2 for r in owner]
+        self.workspace = assemble(
+            caches, lengths, config.llm, device=bagel.device, dtype=bagel.dtype
+        )
+        self.owner = owner
+        self.all_rows = self._plan(caches, len(contexts))
+        self.plain_rows = (
+            self.all_rows if len(contexts) == len(requests) else self._plan(caches, len(requests))
+        )
+
+    def _branches(self, request: DrawRequest) -> tuple[Context | None, Context | None]:
+        """The unconditional contexts that have to be run for this request."""
+        settings = self.settings
+
+        def differing(context: Context | None) -> Context | None:
+            return None if context is None or context == request.conditional else context
+
+        text = differing(request.text_uncond) if settings.text_scale > 1 else None
+        image = (
+            differing(request.image_uncond)
+            if min(settings.text_scale, settings.image_scale) > 1
+            else None
+        )
+        return text, image
+
+    def _plan(self, caches: Sequence[KVCache], count: int) -> batching.RowBatch:
+        bagel = self.bagel
+        rows = []
+        for row in range(count):
+            grid = self.grids[self.owner[row]]
+            block = vae_block(None, grid, bagel.frame, caches[row].position, noised=True)
+            rows.append(Row((block,), caches[row].length))
+        return batching.build(
+            rows,
+            latent_grid_side=bagel.config.latent_grid_side,
+            device=bagel.device,
+            workspace=self.workspace.rows(slice(0, count)),
+            backend=bagel.attn,
+        )
+
+    def noise(self) -> list[Tensor]:
+        """The first state of every request from its own generator: [n, C] fp32."""
+        channels = self.bagel.config.latent_dim
+        return [
+            torch.randn(rows * cols, channels, generator=request.generator).to(self.bagel.device)
+            for (rows, cols), request in zip(self.grids, self.requests, strict=True)
+        ]
+
+    def branch_velocities(self, x: Sequence[Tensor], t: Tensor, *, guided: bool) -> list[Tensor]:
+        """Raw velocities [n, C] of every row of the batch (conditional rows only, unless `guided`)."""
+        bagel = self.bagel
+        batch = self.all_rows if guided else self.plain_rows
+        owner = self.owner[: batch.attend.rows]
+        latents = torch.cat([x[r] for r in owner])
+        x_GD = bagel.embed_latents(latents, t.reshape(1).to(bagel.device), batch.cell_G)
+        x_UD = bagel.embed_ids(batch.ids_U)
+        _, hidden_GD = bagel(x_UD, x_GD, batch.position_T, batch.attend)
+        return list(bagel.velocity(hidden_GD).split([x[r].shape[0] for r in owner]))
+
+    def velocity(self, x: Sequence[Tensor], t: Tensor) -> list[Tensor]:
+        """The velocity to follow at time t, fp32 [n, C] a request; guidance is folded where branches are equal."""
+        guided = self.settings.guided(t)
+        rows = self.branch_velocities(x, t, guided=guided)
+        if not guided:
+            return [v.float() for v in rows]
+        out: list[Tensor | None] = [None] * len(x)
+        for members in self._alike(x):
+            stacked = [
+                None
+                if self.row_of[members[0]][which] is None
+                else torch.stack([rows[self.row_of[r][which]] for r in members])
+                for which in range(3)
+            ]
+            guided_v = guide(*stacked, self.settings)
+            for r, v in zip(members, guided_v, strict=True):
+                out[r] = v
+        return out
+
+    def _alike(self, x: Sequence[Tensor]) -> list[list[int]]:
+        """Requests that have the same branches and size, so that guidance runs once for all of them."""
+        groups: dict[tuple, list[int]] = {}
+        for r, (_, text, image) in enumerate(self.row_of):
+            groups.setdefault((text is None, image is None, x[r].shape[0]), []).append(r)
+        if self.settings.norm_over == "call" and len(groups) > 1:
+            raise ValueError(
+                "a norm over the whole call needs requests of one size with the same branches"
+            )
+        return list(groups.values())
+
+
+def decode(
+    engine: Engine, latents: Sequence[Tensor], sizes: Sequence[tuple[int, int]]
+) -> list[Tensor]:
+    """Latent tokens [n, C] → pixels [3, H, W] fp32 on the CPU; each size is decoded as a batch of its own."""
+    config = engine.bagel.config
+    down, patch = config.vae.downsample, config.latent_patch_size
+    folded = [
+        unpatchify_latent(x, height // down, width // down, patch)
+        for x, (height, width) in zip(latents, sizes, strict=True)
+    ]
+    most = max(1, DECODE_PIXELS // max(height * width for height, width in sizes))
+    pixels = [p.cpu() for p in engine.bagel.vae.decode_latents(folded, batch_size=most)]
+    if not all(p.isfinite().all() for p in pixels):
+        raise FloatingPointError(
+            "a drawn picture is not finite: the weights or the number type are broken; try --dtype float32"
+        )
+    return pixels
