@@ -5,15 +5,15 @@
     pixels = vae.decode(latent)
 
 Pictures of one call have one size and nothing is padded: GroupNorm and the middle attention would
-see the padding. `encode_images` takes a list of any sizes and runs one call a size. Works in fp32 and
-bf16, with contiguous or channels-last weights; what comes out is fp32.
+see the padding. `encode_images` takes a list of any sizes and runs one call a size. Works in fp32
+and bf16, with contiguous or channels-last weights; what comes out is fp32.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +102,7 @@ class Level(nn.Module):
         super().__init__()
         widths = [c_in] + [c_out] * blocks
         self.block = nn.ModuleList(
-            ResBlock(a, b, groups) for a, b in zip(widths[:-1], widths[1:], strict=True)
+            ResBlock(before, after, groups) for before, after in pairwise(widths)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Encoder(nn.Module):
         groups = config.num_groups
         self.conv_in = nn.Conv2d(config.in_channels, config.ch, 3, padding=1)
         self.down = nn.ModuleList()
-        for c_in, c_out in zip(widths[:-1], widths[1:], strict=True):
+        for c_in, c_out in pairwise(widths):
             level = Level(c_in, c_out, config.num_res_blocks, groups)
             if len(self.down) < len(config.ch_mult) - 1:
                 level.downsample = Downsample(c_out)
@@ -304,5 +304,5 @@ def infer_vae_config(
         downsample=2 ** (levels - 1),
         scale_factor=fallback.scale_factor,
         shift_factor=fallback.shift_factor,
-        num_groups=math.gcd(fallback.num_groups, ch),
+        num_groups=fallback.num_groups,
     )
