@@ -25,7 +25,7 @@ BROKEN_TOWARDS = {
     "ring": -40.0,
     "cross": 0.0,
     "heart": -45.0,
-    "moon": -65.0,
+    "moon": -95.0,
 }
 TEXTURES = ("stripes", "checks", "dots", "clouds")
 TEXTURE_AMPLITUDE = 9.0  # grey levels either way
@@ -50,8 +50,8 @@ def coverage(shape: Shape, size: int) -> tuple[Image.Image, tuple[int, int]]:
     width, height = np.ceil(outer.max(axis=0)).astype(int) + 1 - corner
 
     def fill(points: np.ndarray, value: int) -> None:
-        # PIL puts pixel centres at whole numbers; ours are at halves.
-        fine = (points - corner) * SUPERSAMPLING - 0.5
+        # PIL cuts these down to whole numbers, which name the fine pixel that holds the point.
+        fine = (points - corner) * SUPERSAMPLING
         draw.polygon(fine.ravel().tolist(), fill=value)
 
     mask = Image.new("L", (int(width) * SUPERSAMPLING, int(height) * SUPERSAMPLING))

@@ -91,8 +91,8 @@ def sample_row(
 
 def scene_for(row: Row, rng: random.Random, *, hard: bool = False, distractors: int = 0) -> Scene:
     """A scene that satisfies the row: its shapes in the order of the clauses, then `distractors`
-    shapes of other kinds. Colors that the row leaves open are lots. `hard` makes shapes smaller, lets
-    two of them touch at times, and takes tinted and textured backgrounds too.
+    shapes of other kinds. Colors that the row leaves open are lots. `hard` makes shapes smaller,
+    lets two of them touch at times, and takes tinted and textured backgrounds too.
 
     Raises ValueError if the row asks for more shapes than the world holds (six).
     """
@@ -140,7 +140,7 @@ def find_place(
 
 
 def is_clear(relation: str, subject: Shape, anchor: Shape) -> bool:
-    """Whether the relation holds by a clear margin of GenEval's rule and no other relation is near;
+    """Whether the relation holds by a clear margin of GenEval's rule and no other is near:
     stricter than `scene.relations` whatever the kinds and turns of the two shapes."""
     dx, dy = subject.x - anchor.x, subject.y - anchor.y
     along, across = (dx, dy) if relation in ("left of", "right of") else (dy, dx)
@@ -151,7 +151,7 @@ def is_clear(relation: str, subject: Shape, anchor: Shape) -> bool:
 
 
 def _wanted(row: Row, rng: random.Random, distractors: int) -> list[tuple[str, str]]:
-    """(kind, color) of every shape to draw. Open colors: of several shapes of one clause often one."""
+    """(kind, color) of every shape to draw; shapes of a clause without a color often share one."""
     wanted = []
     for part in row["include"]:
         color = part.get("color")
@@ -167,7 +167,7 @@ def _kinds(row: Row) -> set[str]:
 
 
 def _relation(row: Row) -> tuple[int, str, int] | None:
-    """(index of the subject's shape, relation, index of the anchor's shape) in a scene of the row."""
+    """(index of the subject's shape, relation, index of the anchor's) in a scene of the row."""
     starts, count = [], 0
     for part in row["include"]:
         starts.append(count)
@@ -269,8 +269,8 @@ class Change:
 
 
 def faults(row: Row) -> list[Fault]:
-    """The faults that make a scene of this row wrong. One object too many is wrong only where the row
-    excludes it, a color only where a color is asked, a place only where a relation is."""
+    """The faults that make a scene of this row wrong. One object too many is wrong only where the
+    row excludes it, a color only where a color is asked, a place only where a relation is."""
     found = [Fault.MISSING, Fault.KIND, Fault.BROKEN]
     if "exclude" in row:
         found.append(Fault.EXTRA)
@@ -284,11 +284,11 @@ def faults(row: Row) -> list[Fault]:
 def violate(
     scene: Scene, row: Row, rng: random.Random, fault: Fault | None = None
 ) -> tuple[Scene, Change]:
-    """A scene that satisfies the row, as `scene_for` made it, with one thing made wrong: `fault`, or a
-    lot of those that the row allows. All other shapes stay as they are, index by index.
+    """The scene that `scene_for` made for the row with one thing made wrong: `fault`, or a lot of
+    those that the row allows. All other shapes stay as they are.
 
     Raises ValueError if the row does not allow the fault. Where no free place is left for an extra
-    shape, shapes are not moved: it is drawn smaller.
+    shape, it is made smaller until one is.
     """
     allowed = faults(row)
     if fault is None:
@@ -327,7 +327,7 @@ def _extra(scene: Scene, like: Shape, rng: random.Random) -> Shape:
 
 
 def _wrongly_placed(scene: Scene, row: Row, rng: random.Random) -> tuple[Scene, Change]:
-    """The subject moved to where another relation holds clearly; the two exchanged if nothing fits."""
+    """The subject moved to where another relation clearly holds; the two exchanged if none fits."""
     found = _relation(row)
     assert found is not None, "faults() allows a wrong place only where the row has a relation"
     subject, relation, anchor = found

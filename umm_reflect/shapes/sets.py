@@ -50,8 +50,8 @@ HARD_SIZES = {"hard_counting": 100, "hard_compound": 100, "hard_relation": 100}
 
 @dataclass(frozen=True)
 class EvalRow:
-    """A row of a test set: its place in the set, the family that drew it (prompts.FAMILIES), and the
-    seed that names its own random streams."""
+    """A row of a test set: its place in the set, the family that drew it (prompts.FAMILIES), and
+    the seed that names its own random streams."""
 
     index: int
     family: str
