@@ -10,6 +10,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from PIL import Image, ImageDraw
 
 from umm_reflect.shapes import prompts, sampler, scene, sets
 from umm_reflect.shapes.prompts import canonical_spec, clause, plain_row, position_row
@@ -415,3 +416,16 @@ def test_textures_are_soft_and_differ_by_seed():
     ]
     assert max(abs(p - (180, 170, 160)).max() for p in pictures) <= 9
     assert len({p.tobytes() for p in pictures}) == 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_shape_is_one_piece_and_smaller(kind: str):
+    whole, _ = coverage(Shape(kind, "red", 0.5, 0.5, 0.5), 256)
+    for broken in np.linspace(0.24, 0.32, 5):
+        mask, _ = coverage(Shape(kind, "red", 0.5, 0.5, 0.5, broken=float(broken)), 256)
+        inked = (np.asarray(mask) > 40).astype(np.uint8)
+        assert 0.4 < np.asarray(mask, float).sum() / np.asarray(whole, float).sum() < 0.9
+        picture = Image.fromarray(inked).copy()
+        rows, columns = np.nonzero(inked)
+        ImageDraw.floodfill(picture, (int(columns[-1]), int(rows[-1])), 2)
+        assert (np.asarray(picture) == 1).sum() == 0

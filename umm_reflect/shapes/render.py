@@ -25,7 +25,7 @@ BROKEN_TOWARDS = {
     "ring": -40.0,
     "cross": 0.0,
     "heart": -45.0,
-    "moon": -95.0,
+    "moon": -85.0,
 }
 TEXTURES = ("stripes", "checks", "dots", "clouds")
 TEXTURE_AMPLITUDE = 9.0  # grey levels either way
