@@ -34,7 +34,8 @@ def test_appending_leaves_the_parent_alone():
     child = parent + image + EDIT
     assert parent.segments == (HELLO,)
     assert child.segments == (HELLO, image, EDIT)
-    assert child == parent + Context.of(image, EDIT) == parent + (image, EDIT)
+    assert child == parent + Context.of(image, EDIT)
+    assert child == parent + (s for s in (image, EDIT))
     assert child.prefix(1) == parent
     with pytest.raises(FrozenInstanceError):
         parent.segments = ()
