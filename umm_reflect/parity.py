@@ -1,0 +1,122 @@
+"""`umm-reflect parity GOLDEN_DIR`: does this code compute what the original BAGEL computed?
+
+    umm-reflect parity ../shared/golden
+    umm-reflect parity ../shared/golden --implementation reference --json parity.json
+
+GOLDEN_DIR holds a manifest, recorded inputs and outputs, and the tiny checkpoint they were recorded
+with. Every tensor and every case is compared within max(1e-4, 20 x its fp64 noise floor); the worst
+of each group is printed, then a count. Exit code 0 only when nothing failed and nothing was left
+uncovered, 1 otherwise, 2 when there is no golden folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from umm_reflect.errors import UserError
+
+if TYPE_CHECKING:
+    from umm_reflect.parity_golden import Golden
+    from umm_reflect.parity_implementations import Implementation
+    from umm_reflect.parity_report import Report
+
+IMPLEMENTATIONS = ("fast", "reference")
+
+
+def make_implementation(name: str, checkpoint: Path) -> Implementation:
+    """The fast path or the naive reference on a checkpoint folder, in fp32 on the CPU."""
+    if name == "reference":
+        from umm_reflect.parity_implementations import ReferenceImplementation
+
+        return ReferenceImplementation(checkpoint)
+    if name == "fast":
+        from umm_reflect.parity_fast import FastImplementation
+
+        return FastImplementation(checkpoint)
+    raise ValueError(f"unknown implementation {name!r}: choose one of {', '.join(IMPLEMENTATIONS)}")
+
+
+def run(golden: Golden, implementation: Implementation) -> Report:
+    """Walks all files of the folder; whatever no check has recorded is not covered."""
+    from umm_reflect import parity_checks, parity_drawing, parity_training
+    from umm_reflect.parity_report import Report
+
+    checks = (
+        ("misc", parity_checks.check_misc),
+        ("text", parity_checks.check_text),
+        ("und", parity_checks.check_und),
+        ("vit", parity_checks.check_vit),
+        ("vae", parity_checks.check_vae),
+        ("gen_", parity_drawing.check_drawings),
+        ("train", parity_training.check_training),
+        ("", parity_checks.check_other),
+    )
+    report = Report()
+    for file in golden.all_files():
+        if file in golden.unreadable:
+            report.failed(file, "(the file)", golden.unreadable[file])
+            continue
+        _check_description(golden, report, file)
+        check = next(check for stem, check in checks if file.startswith(stem))
+        with report.guard(file, [f"cases ({file})"]):
+            check(golden, implementation, report, file)
+        for name in golden.tensors(file):
+            if not report.has(file, name):
+                report.not_covered(file, name, "an unknown tensor")
+    return report
+
+
+def _check_description(golden: Golden, report: Report, file: str) -> None:
+    """A tensor that is not there, or not as the manifest says, cannot be compared."""
+    stored = golden.tensors(file)
+    for name, described in golden.described(file).items():
+        if name not in stored:
+            report.failed(file, name, "the manifest lists it, but the file does not hold it")
+        elif list(described.get("shape", stored[name].shape)) != list(stored[name].shape):
+            note = f"shape {list(stored[name].shape)}, not {described['shape']} as in the manifest"
+            report.failed(file, f"{name} (description)", note)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="umm-reflect parity",
+        description="Compare this code with recorded tensors of the original BAGEL.",
+    )
+    parser.add_argument("golden", metavar="GOLDEN_DIR", help="folder with manifest.json")
+    parser.add_argument(
+        "--implementation",
+        choices=IMPLEMENTATIONS,
+        default="fast",
+        help="the product's own path, or the naive reference (default: fast)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all records here")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    options = parser.parse_args(argv)
+    try:
+        from umm_reflect.parity_golden import Golden
+
+        started = time.perf_counter()
+        golden = Golden(options.golden)
+        implementation = make_implementation(options.implementation, golden.checkpoint)
+        report = run(golden, implementation)
+        for line in report.lines():
+            print(line)
+        print(f"{options.implementation}, {time.perf_counter() - started:.1f} s")
+        if options.json is not None:
+            report.write_json(options.json, options.implementation)
+        return report.exit_code
+    except (UserError, OSError, json.JSONDecodeError) as error:
+        if options.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return getattr(error, "exit_code", 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
