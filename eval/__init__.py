@@ -1,0 +1,1 @@
+"""Judging images: verdicts, GenEval's rules, verifiers. Never imported by the agent."""
