@@ -110,7 +110,7 @@ class BagelPolicy:
             forced=forced,
             choices=self._scores,
             temperature=temperature,
-            greedy=self.greedy,
+            greedy=temperature == 0,
             max_tokens=max_tokens,
             generators=[stream(a.seed, a.sample, a.round, f"say {a.attempt}") for a in asks],
             stop_after=None if force else self._stop_rule(options),
@@ -119,7 +119,7 @@ class BagelPolicy:
         )
         seconds = time.perf_counter() - began
         return [
-            self._turn(ask, prefix, answer, options, 0.0 if self.greedy else temperature, seconds)
+            self._turn(ask, prefix, answer, options, seconds)
             for ask, prefix, answer in zip(asks, forced, said, strict=True)
         ]
 
@@ -174,7 +174,7 @@ class BagelPolicy:
 
         return ended if lines or loops else None
 
-    def _turn(self, ask, forced, answer: Said, options, temperature, seconds) -> Turn:
+    def _turn(self, ask, forced, answer: Said, options, seconds) -> Turn:
         ids = answer.sampled_ids
         end = self.bagel.tokens.end
         raw = self.bagel.tokens.decode(ids[:-1] if ids and ids[-1] == end else ids)
@@ -190,7 +190,7 @@ class BagelPolicy:
             chosen=answer.chosen,
             allowed=answer.allowed,
             logprobs=answer.logprobs,
-            temperature=temperature,
+            temperature=self.profile.say.temperature,
             seconds=seconds,
         )
 
