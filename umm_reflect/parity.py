@@ -11,35 +11,50 @@ uncovered, 1 otherwise, 2 when there is no golden folder.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from umm_reflect.errors import UserError
+import tyro
+
+from umm_reflect.cli import run_program
+from umm_reflect.errors import UsageError
+from umm_reflect.settings import parse
 
 if TYPE_CHECKING:
     from umm_reflect.parity_golden import Golden
     from umm_reflect.parity_implementations import Implementation
     from umm_reflect.parity_report import Report
 
-IMPLEMENTATIONS = ("fast", "reference")
+
+@dataclass(frozen=True)
+class Config:
+    """Compare this code with recorded tensors of the original BAGEL."""
+
+    golden: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="GOLDEN_DIR")]
+    """Folder with manifest.json, the recorded tensors and a checkpoint folder."""
+    implementation: Literal["fast", "reference"] = "fast"
+    """The product's own path, or the naive reference."""
+    json: Path | None = None
+    """Also write all records to this file."""
+
+    def __post_init__(self) -> None:
+        if self.json is not None and not self.json.absolute().parent.is_dir():
+            raise UsageError(f"there is no folder {self.json.parent} for --json", "Create it first")
 
 
-def make_implementation(name: str, checkpoint: Path) -> Implementation:
+def make_implementation(name: Literal["fast", "reference"], checkpoint: Path) -> Implementation:
     """The fast path or the naive reference on a checkpoint folder, in fp32 on the CPU."""
     if name == "reference":
         from umm_reflect.parity_implementations import ReferenceImplementation
 
         return ReferenceImplementation(checkpoint)
-    if name == "fast":
-        from umm_reflect.parity_fast import FastImplementation
+    from umm_reflect.parity_fast import FastImplementation
 
-        return FastImplementation(checkpoint)
-    raise ValueError(f"unknown implementation {name!r}: choose one of {', '.join(IMPLEMENTATIONS)}")
+    return FastImplementation(checkpoint)
 
 
 def run(golden: Golden, implementation: Implementation) -> Report:
@@ -84,39 +99,21 @@ def _check_description(golden: Golden, report: Report, file: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="umm-reflect parity",
-        description="Compare this code with recorded tensors of the original BAGEL.",
-    )
-    parser.add_argument("golden", metavar="GOLDEN_DIR", help="folder with manifest.json")
-    parser.add_argument(
-        "--implementation",
-        choices=IMPLEMENTATIONS,
-        default="fast",
-        help="the product's own path, or the naive reference (default: fast)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all records here")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    options = parser.parse_args(argv)
-    try:
-        from umm_reflect.parity_golden import Golden
+    """The verb: prints the report and returns the exit code; errors rise (see `cli.run_program`)."""
+    config = parse(Config, argv, "umm-reflect parity")
 
-        started = time.perf_counter()
-        golden = Golden(options.golden)
-        implementation = make_implementation(options.implementation, golden.checkpoint)
-        report = run(golden, implementation)
-        for line in report.lines():
-            print(line)
-        print(f"{options.implementation}, {time.perf_counter() - started:.1f} s")
-        if options.json is not None:
-            report.write_json(options.json, options.implementation)
-        return report.exit_code
-    except (UserError, OSError, json.JSONDecodeError) as error:
-        if options.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", 1)
+    from umm_reflect.parity_golden import Golden
+
+    started = time.perf_counter()
+    golden = Golden(config.golden)
+    report = run(golden, make_implementation(config.implementation, golden.checkpoint))
+    if config.json is not None:
+        report.write_json(config.json, config.implementation)
+    for line in report.lines():
+        print(line)
+    print(f"{config.implementation} implementation, {time.perf_counter() - started:.1f} s")
+    return report.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_program(main, sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The default test suite: `bash scripts/test.sh`."""
