@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: trajectories as training data, and how nano learns from nothing."""
