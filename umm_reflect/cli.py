@@ -91,9 +91,12 @@ def main(argv: Sequence[str]) -> int:
         print(help_text())
         return 0
     if verb in ("-V", "--version"):
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        print(f"umm-reflect {version('umm-reflect')}")
+        try:
+            print(f"umm-reflect {version('umm-reflect')}")
+        except PackageNotFoundError:
+            print("umm-reflect, from a checkout that is not installed")
         return 0
     if verb not in verbs:
         close = difflib.get_close_matches(verb, verbs, n=1)

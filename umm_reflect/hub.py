@@ -21,31 +21,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from umm_reflect.config import BagelConfig
 from umm_reflect.errors import CheckpointError, UserError
 from umm_reflect.files import human_size, sha256, write_aside
-from umm_reflect.images import mended_transforms
-from umm_reflect.profile import (
-    NAME,
-    ReflectionProfile,
-    SaySettings,
-    load_profile,
-    read_prompt,
-    released_profile,
-    save_profile,
-)
 
-__all__ = [
-    "ReflectionProfile",
-    "SaySettings",
-    "load_profile",
-    "profile",
-    "resolve",
-    "save_profile",
-]
+if TYPE_CHECKING:
+    from umm_reflect.profile import ReflectionProfile
 
 WEIGHTS = "ema.safetensors"
+PROFILE = "reflection.json"
 # What makes a model or an adapter; nothing that runs code or unpickles is fetched.
 WANTED_FILES = ("*.safetensors", "*.json", "*.txt", "*.md", "*.jinja")
 
@@ -97,12 +83,13 @@ def is_hub_id(name: str) -> bool:
     return well_formed and not Path(repo.partition("/")[0]).is_dir() and "pretrained/" not in repo
 
 
-def resolve(name: str | Path) -> Path:
+def resolve(name: str | Path, *, download: bool = True) -> Path:
     """The local folder of a model or adapter: a folder as it is, a hub id through the hub's cache.
 
     A folder is looked for from here and from the checkout. A hub id that the cache holds is not
     looked up again; `umm-reflect download` is what asks for something newer. HF_HOME, HF_ENDPOINT
-    and HF_HUB_OFFLINE are respected. Errors: CheckpointError or UserError of one line.
+    and HF_HUB_OFFLINE are respected. download=False: only what is here already.
+    Errors: CheckpointError or UserError of one line.
     """
     text = str(name)
     if not text.strip():
@@ -116,7 +103,7 @@ def resolve(name: str | Path) -> Path:
             raise CheckpointError(f"{folder} is a file", "Name the folder that holds it.")
     if not is_hub_id(text):
         raise CheckpointError(f"there is no folder {text}", _where_to_get(text))
-    return _from_hub(text)
+    return _from_hub(text, download)
 
 
 def _where_to_get(name: str) -> str:
@@ -154,18 +141,24 @@ def missing_files(folder: Path) -> list[str]:
 # --- the hub --------------------------------------------------------------------------------------
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, download: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     repo, revision = split_name(name)
     try:
-        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+        folder = Path(
+            snapshot_download(
+                repo, revision=revision, allow_patterns=list(WANTED_FILES), local_files_only=True
+            )
+        )
         if (folder / "adapter_config.json").exists() or not missing_files(folder):
             check_hashes(repo, revision, folder)
             return folder
     except LocalEntryNotFoundError:
         pass
+    if not download:
+        raise UserError(f"{name} is not here", f"Fetch it with: umm-reflect download {name}")
     return fetch(name)
 
 
@@ -335,9 +328,11 @@ def profile(folder: str | Path) -> ReflectionProfile:
     3. otherwise layout rl, the local edit view, no system prompt, the mended transforms, and
     pictures of 512 px a side or what the position table holds.
     """
+    from umm_reflect.profile import load_profile, released_profile
+
     folder = Path(folder)
-    if (folder / NAME).exists():
-        return load_profile(folder / NAME)
+    if (folder / PROFILE).exists():
+        return load_profile(folder / PROFILE)
     if is_released(folder):
         return released_profile(released_prompt(folder))
     return plain_profile(BagelConfig.from_folder(folder))
@@ -345,6 +340,9 @@ def profile(folder: str | Path) -> ReflectionProfile:
 
 def plain_profile(config: BagelConfig) -> ReflectionProfile:
     """The profile of a checkpoint that nothing is known of: sizes that its position tables hold."""
+    from umm_reflect.images import mended_transforms
+    from umm_reflect.profile import ReflectionProfile
+
     drawable = config.latent_grid_side * config.latent_stride
     visible = config.vit.grid_side * config.vit.patch_size
     transforms = mended_transforms(
@@ -383,6 +381,22 @@ def released_prompt(folder: Path | None = None) -> str:
     places: Iterable[Path] = [*([folder / PROMPT_NAME] if folder else []), kept]
     found = next((place for place in places if place.exists()), None)
     return read_prompt(found or fetch_prompt(kept), PROMPT_SHA256)
+
+
+def read_prompt(path: Path, expected_sha256: str) -> str:
+    """A system prompt file without its last line break. Errors: CheckpointError if it differs."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing", "Fetch it with: umm-reflect download prompt"
+        ) from None
+    found = hashlib.sha256(data).hexdigest()
+    if found != expected_sha256:
+        raise CheckpointError(
+            f"{path} has sha256 {found}, expected {expected_sha256}", "Fetch it again."
+        )
+    return data.decode().removesuffix("\n")
 
 
 def fetch_prompt(path: Path) -> Path:

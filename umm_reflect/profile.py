@@ -26,10 +26,10 @@ from typing import Any, Literal, TypeVar, get_args
 from umm_reflect.errors import CheckpointError, UsageError
 from umm_reflect.files import write_aside
 from umm_reflect.flow import DrawSettings
+from umm_reflect.hub import PROFILE, read_prompt
 from umm_reflect.images import Transforms, mended_transforms, released_transforms
 from umm_reflect.settings import build, nearest, to_mapping
 
-NAME = "reflection.json"
 SCHEMA = 1
 
 Layout = Literal["rl", "sft"]
@@ -117,7 +117,7 @@ def load_profile(path: str | Path) -> ReflectionProfile:
     Errors: CheckpointError of one line that names the file and the key.
     """
     path = Path(path)
-    path = path / NAME if path.is_dir() else path
+    path = path / PROFILE if path.is_dir() else path
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -182,22 +182,6 @@ def _system_prompt(content: Any, path: Path) -> str:
     return read_prompt(path.parent / name, content["sha256"])
 
 
-def read_prompt(path: Path, expected_sha256: str) -> str:
-    """A system prompt file without its last line break. Errors: CheckpointError if it differs."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing", "Fetch it with: umm-reflect download prompt"
-        ) from None
-    found = hashlib.sha256(data).hexdigest()
-    if found != expected_sha256:
-        raise CheckpointError(
-            f"{path} has sha256 {found}, expected {expected_sha256}", "Fetch it again."
-        )
-    return data.decode().removesuffix("\n")
-
-
 def _transforms(content: Any, path: Path) -> Transforms:
     _check_keys(content, _TRANSFORM_KEYS, path, "transforms.")
     rules = {}
@@ -237,7 +221,7 @@ def save_profile(
     its hash instead of written out. Errors: ValueError for transforms the schema cannot say.
     """
     path = Path(path)
-    path = path / NAME if path.is_dir() else path
+    path = path / PROFILE if path.is_dir() else path
     if prompt_file is None:
         prompt: dict[str, Any] = {"text": profile.system_prompt}
     else:
@@ -254,7 +238,7 @@ def save_profile(
         "say": to_mapping(profile.say),
     }
     if _from_content(content, path) != profile:
-        raise ValueError(f"this profile cannot be written as {NAME}: {profile.transforms}")
+        raise ValueError(f"this profile cannot be written as {PROFILE}: {profile.transforms}")
     return write_aside(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 

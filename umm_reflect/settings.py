@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import inspect
 import io
 import os
 import re
@@ -41,11 +42,10 @@ from umm_reflect.files import write_aside
 
 Config = TypeVar("Config")
 
-_HELP_OF_COMMON_FLAGS = (
-    "Also: --config FILE.yaml (keys are the flags' names; a flag wins over the file), "
-    "--show-config (print the resolved settings as such a file and stop), "
-    "--debug (traceback of an error)."
-)
+_HELP_OF_COMMON_FLAGS = """Also:
+--config FILE.yaml  take settings from a file (keys are the flags' names; a flag wins)
+--show-config       print the resolved settings as such a file and stop
+--debug             show the traceback of an error"""
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
 
     own, rest = _take_common_flags(argv, prog)
     default = from_mapping(config_class, load_yaml(own["config"]), own["config"] or "")
-    description = f"{(config_class.__doc__ or '').strip()}\n\n{_HELP_OF_COMMON_FLAGS}"
+    description = f"{inspect.cleandoc(config_class.__doc__ or '')}\n\n{_HELP_OF_COMMON_FLAGS}"
     said = io.StringIO()
     try:
         with _wide_terminal(unless="-h" in rest or "--help" in rest), redirect_stderr(said):
@@ -72,7 +72,8 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise UsageError(_one_line(said.getvalue(), config_class), f"See {prog} --help") from None
+        what, remedy = _one_line(said.getvalue(), config_class)
+        raise UsageError(what, f"{remedy} See {prog} --help".strip()) from None
     except ValueError as error:
         raise UsageError(str(error), f"See {prog} --help") from error
     if own["show_config"]:
@@ -115,26 +116,29 @@ def _wide_terminal(unless: bool) -> Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
-def _one_line(box: str, config_class: type) -> str:
-    """tyro's error box as one line: its first part, without the frame."""
-    lines = []
+def _one_line(box: str, config_class: type) -> tuple[str, str]:
+    """tyro's error box as (what, remedy): its first part, without the frame."""
+    sections: list[list[str]] = [[]]
     for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines():
-        text = line.strip(" │|")
-        if text.startswith(("╭", "╰", "+-")) or not text:
-            continue
-        if set(text) <= set("─-"):
-            break
-        lines.append(text)
-    message = " ".join(lines) or "the arguments were not understood"
+        text = line.strip(" │")
+        if text and set(text) <= set("─-"):
+            sections.append([])
+        elif text and not text.startswith(("╭", "╰")):
+            sections[-1].append(text)
+    # Without UTF-8 tyro draws no frame and the title is a section of its own.
+    framed = "╭" in box
+    parts = sections if framed else sections[1:]
+    message = " ".join(parts[0]) if parts else "the arguments were not understood"
     message = message.replace(f"Error parsing {config_class.__name__}: ", "")
     message = re.sub(r"\[/?bold\]", "", message).replace("Error parsing ", "")
+    message = re.sub(r"^Missing from [^:]*: ", "missing: ", message)
     if match := re.match(r"Unrecognized options: (--[^\s,=]+)", message):
         flag = match[1]
         hint = nearest(flag[2:].replace("-", "_"), flag_names(config_class))
-        return f"unknown flag {flag}" + (f"; did you mean --{_as_flag(hint)}?" if hint else "")
+        return f"unknown flag {flag}", f"Did you mean --{_as_flag(hint)}?" if hint else ""
     if match := re.match(r"Unrecognized options: (.*)", message):
-        return f"too many arguments: {match[1]} (a prompt of several words needs quotes)"
-    return message[:1].lower() + message[1:]
+        return f"too many arguments: {match[1]}", "A prompt of several words needs quotes."
+    return message[:1].lower() + message[1:], ""
 
 
 def flag_names(config_class: type, prefix: str = "") -> list[str]:
