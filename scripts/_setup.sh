@@ -46,7 +46,7 @@ _setup_explain() { # LOG: the remedy for the failure that the log shows
 }
 
 _setup_install() { # EXTRA
-  local extra="${1:-}" found log="$ROOT/.venv/install.log" quiet=--quiet
+  local extra="${1:-}" found log="$ROOT/.venv/install.log" quiet="-qq --progress-bar off"
   local stamp="$ROOT/.venv/installed${extra:+-$extra}"
 
   if [ -e "$ROOT/.venv" ] && ! "$PYTHON" -c '' >/dev/null 2>&1; then
