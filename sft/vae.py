@@ -124,7 +124,7 @@ class Config:
             )
         if self.channels % NANO.vae.num_groups or self.channels <= 0:
             raise ValueError(
-                f"channels {self.channels} must be a multiple of {NANO.vae.num_groups} (the groups of "
+                f"channels {self.channels} must be a multiple of {NANO.vae.num_groups} (groups of "
                 "its norms)"
             )
 
