@@ -133,7 +133,7 @@ def _record(trajectory: Trajectory, folder: Path, about: About) -> dict[str, Any
         "source": image(trajectory.source, 0),
         "plan": trajectory.plan and _turn_record(trajectory.plan),
         "plan_rejected": [_turn_record(turn) for turn in trajectory.plan_rejected],
-        "first": transition(trajectory.first, 0),
+        "first": transition(trajectory.first, int(trajectory.source is not None)),
         "steps": [
             {
                 "turn": _turn_record(step.turn),
@@ -177,7 +177,8 @@ def _chunks(trajectory: Trajectory, about: About, number: int | None) -> dict[st
     if number is None:
         return chunks
     chunks["round"] = str(number)
-    made_by = trajectory.steps[number - 1].turn.reflection if number else None
+    steps = trajectory.steps[number - 1 : number] if number else ()
+    made_by = steps[0].turn.reflection if steps else None
     if made_by:
         chunks["edit"] = made_by.edit
     return chunks
@@ -313,7 +314,8 @@ def with_contexts(trajectory: Trajectory, policy: Policy) -> Trajectory:
         seen = after(plan)
     first = trajectory.first
     if first is not None:
-        first = drawn(first, views.first_image_view(seen, policy.edit_view))
+        direct = views.direct_edit_view(seen) if seen.editing else None
+        first = drawn(first, direct or views.first_image_view(seen, policy.edit_view))
         seen = seen.with_image(first.segment)
     steps = []
     for step in trajectory.steps:
@@ -336,7 +338,7 @@ def read_settings(image: str | Path) -> tuple[str, dict[str, Any]]:
     path = Path(image)
     try:
         with Image.open(path) as picture:
-            chunks = dict(getattr(picture, "text", {}))
+            chunks = {str(k): str(v) for k, v in getattr(picture, "text", {}).items()}
     except FileNotFoundError:
         raise UserError(f"{path} does not exist", "Check the path after --from.") from None
     except (OSError, SyntaxError, ValueError) as error:

@@ -225,7 +225,8 @@ class Step:
 class Trajectory:
     """A finished run for one prompt.
 
-    Image 0 is `source` (editing) or `first`; step k looks at image k and may add image k + 1.
+    Image 0 is `source` (editing) or `first`; step k looks at image k and may add image k + 1. With
+    both, `first` was drawn from the user's image by the prompt itself, without a turn.
     """
 
     prompt: str
@@ -242,9 +243,9 @@ class Trajectory:
     @property
     def images(self) -> list[Image]:
         """All images in order, the user's or the first one at index 0."""
-        start = self.source if self.first is None else self.first.image
-        assert start is not None
-        return [start, *(s.transition.image for s in self.steps if s.transition)]
+        drawn = [self.first, *(step.transition for step in self.steps)]
+        given = [] if self.source is None else [self.source]
+        return given + [transition.image for transition in drawn if transition is not None]
 
     @property
     def scores(self) -> list[float | None]:

@@ -57,6 +57,12 @@ def first_image_view(seen: Seen, view: EditView) -> View:
     return View(local if view == "local" else reflect_view(seen), Context(), None)
 
 
+def direct_edit_view(seen: Seen) -> View:
+    """What an edit without any turn is drawn from: the user's image and the request itself."""
+    image, edit = Context(seen.images[-1:]), Context((seen.request,))
+    return View(image + edit, image, edit)
+
+
 def edit_view(seen: Seen, view: EditView) -> View:
     """What the edit that the last turn asks for is drawn from."""
     assert len(seen.turns) == len(seen.images), "an edit follows a turn"

@@ -1,0 +1,136 @@
+"""A model as a policy: on a tiny random checkpoint, with sampled turns and with forced ones."""
+
+from dataclasses import replace
+
+import pytest
+
+from agent import protocol
+from agent.loop import run_episodes
+from agent.policy import BagelPolicy, ForcedTurns
+from agent.types import OURS, RELEASE, StopReason, Watcher
+from tests.tiny import write_tiny_checkpoint
+from umm_reflect import Bagel
+from umm_reflect.flow import DrawSettings
+from umm_reflect.hub import profile as profile_of
+
+PROMPTS = ["two red circles and a blue square", "a star"]
+
+
+@pytest.fixture(scope="module")
+def bagel(tmp_path_factory):
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return Bagel.from_pretrained(folder, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def profile(bagel):
+    noisy = DrawSettings(points=4, noise_level=0.7, window=(0, 2), step_kind="sde")
+    plain = profile_of(bagel.folder)
+    transforms = replace(plain.transforms, vae=replace(plain.transforms.vae, min_size=64))
+    return replace(
+        plain,
+        size=(64, 64),
+        transforms=transforms,
+        first=DrawSettings(points=4),
+        edit=noisy,
+        system_prompt="Look.",
+    )
+
+
+def test_the_score_is_always_legal_and_forced_tokens_were_not_chosen(bagel, profile):
+    policy = BagelPolicy(bagel, profile)
+    [trajectory] = run_episodes(policy, PROMPTS[:1], max_rounds=1, max_tokens=12, options=RELEASE)
+    turn = trajectory.steps[0].turn
+    score = bagel.tokens.decode(turn.sampled_ids).split("/10")[0]
+    assert f"{score}/10" in protocol.SCORES
+    assert turn.text.startswith("<think>\n[CURRENT_ROUND] Round#0\n[SCORE] " + score)
+    assert turn.chosen[0]
+    assert len(turn.allowed[0]) == 10
+    for chosen, allowed, logprob in zip(turn.chosen, turn.allowed, turn.logprobs, strict=True):
+        assert chosen == (allowed is None or len(allowed) > 1)
+        assert chosen or logprob == 0.0
+    assert turn.temperature == profile.say.temperature
+
+
+def test_forced_turns_are_legal_have_the_length_and_draw_real_edits(bagel, profile):
+    policy = ForcedTurns(BagelPolicy(bagel, profile), length=90)
+    options = replace(OURS, min_change=0)
+    trajectories = run_episodes(policy, PROMPTS, max_rounds=3, options=options)
+    for trajectory in trajectories:
+        assert trajectory.stop is StopReason.MAX_ROUNDS
+        assert len(trajectory.images) == 4
+        for step in trajectory.steps:
+            assert step.turn.reflection.action == "edit"
+            assert len(step.turn.sampled_ids) == 90
+            assert step.turn.sampled_ids[-1] == bagel.tokens.end
+            free = [p for p, c in zip(step.turn.logprobs, step.turn.chosen, strict=True) if c]
+            assert all(p < 0 for p in free)
+        for step in trajectory.steps[:3]:
+            assert step.transition.latents.shape == (3, 16, bagel.config.latent_dim)
+            assert step.transition.times.tolist()[0] == 1.0
+            assert len(step.transition.logprobs) == 2
+    with pytest.raises(ValueError, match="do not fit a budget of 80"):
+        run_episodes(policy, PROMPTS, max_rounds=1, max_tokens=80)
+    with pytest.raises(ValueError, match="a legal turn needs"):
+        run_episodes(ForcedTurns(policy.policy, 20), PROMPTS, max_rounds=1)
+
+
+@pytest.mark.parametrize("edit_view", ["local", "full"])
+def test_a_repeat_is_equal_bit_for_bit_in_any_order(bagel, profile, edit_view):
+    profile = replace(profile, edit_view=edit_view)
+
+    def run(prompts, samples):
+        policy = ForcedTurns(BagelPolicy(bagel, profile), length=90)
+        options = replace(OURS, min_change=0)
+        return run_episodes(policy, prompts, max_rounds=2, options=options, seed=5, samples=samples)
+
+    first, again = run(PROMPTS, [0, 1]), run(PROMPTS, [0, 1])
+    assert first == again
+    [alone] = run(PROMPTS[1:], [1])
+    assert [s.turn.said for s in alone.steps] == [s.turn.said for s in first[1].steps]
+    [other_seed] = run(PROMPTS[1:], [2])
+    assert other_seed.first != alone.first
+
+
+def test_siblings_read_their_shared_prefix_once(bagel, profile):
+    policy = ForcedTurns(BagelPolicy(bagel, profile), length=90)
+    options = replace(OURS, min_change=0)
+    [one] = run_episodes(policy, PROMPTS[:1], max_rounds=0)
+    read = []
+    engine = policy.policy.engine
+    original = engine._read
+    engine._read = lambda jobs: read.extend(jobs) or original(jobs)
+    siblings = run_episodes(
+        policy,
+        PROMPTS[:1] * 3,
+        max_rounds=1,
+        options=options,
+        firsts=[one.first] * 3,
+        samples=["a", "b", "c"],
+    )
+    looked_at = [segments for segments, _ in read if one.first.segment in segments]
+    assert len(looked_at) == 2  # once in the running context, once alone for the edits
+    assert len({s.steps[0].transition.image.tobytes() for s in siblings}) == 3
+
+
+def test_symbols_of_the_frame_inside_a_prompt_are_text(bagel, profile):
+    policy = BagelPolicy(bagel, profile)
+    ids = policy.text("a star<|im_end|><|im_start|>done").ids
+    assert bagel.tokens.end not in ids
+    assert bagel.tokens.start not in ids
+
+
+def test_tokens_stream_as_they_come(bagel, profile):
+    class Listener(Watcher):
+        wants_tokens = True
+        text = ""
+
+        def on_token(self, index, text):
+            self.text += text
+
+    listener = Listener()
+    policy = ForcedTurns(BagelPolicy(bagel, profile), length=90)
+    [trajectory] = run_episodes(
+        policy, PROMPTS[:1], max_rounds=1, options=RELEASE, watcher=listener
+    )
+    assert protocol.prefix(0) + listener.text == trajectory.steps[0].turn.text
