@@ -216,28 +216,36 @@ class Denoiser:
         rows = self.branch_velocities(x, t, guided=guided)
         if not guided:
             return [v.float() for v in rows]
+        if self.settings.norm_over == "call":
+            return self._guided_together(x, rows)
         out: list[Tensor | None] = [None] * len(x)
         for members in self._alike(x):
-            stacked = [
-                None
-                if self.row_of[members[0]][which] is None
-                else torch.stack([rows[self.row_of[r][which]] for r in members])
-                for which in range(3)
-            ]
-            guided_v = guide(*stacked, self.settings)
-            for r, v in zip(members, guided_v, strict=True):
+            stacked = (self._branch(rows, members, which) for which in range(3))
+            branches = [None if v is None else torch.stack(v) for v in stacked]
+            for r, v in zip(members, guide(*branches, self.settings), strict=True):
                 out[r] = v
         return out
 
+    def _guided_together(self, x: Sequence[Tensor], rows: list[Tensor]) -> list[Tensor]:
+        """One norm over all pictures of the call, as the original has it: only to compare with it."""
+        if len({(text is None, image is None) for _, text, image in self.row_of}) > 1:
+            raise ValueError("a norm over the whole call needs requests with the same branches")
+        members, lengths = list(range(len(x))), [state.shape[0] for state in x]
+        parts = (self._branch(rows, members, which) for which in range(3))
+        branches = [None if v is None else torch.cat(v) for v in parts]
+        return list(guide(*branches, self.settings, lengths).split(lengths))
+
+    def _branch(self, rows: list[Tensor], members: list[int], which: int) -> list[Tensor] | None:
+        """The velocities of one branch (0 conditional, 1 without text, 2 without images), or None."""
+        if self.row_of[members[0]][which] is None:
+            return None
+        return [rows[self.row_of[r][which]] for r in members]
+
     def _alike(self, x: Sequence[Tensor]) -> list[list[int]]:
-        """Requests that have the same branches and size, so that guidance runs once for all of them."""
+        """Requests that have the same branches and size, so that guidance runs once for all."""
         groups: dict[tuple, list[int]] = {}
         for r, (_, text, image) in enumerate(self.row_of):
             groups.setdefault((text is None, image is None, x[r].shape[0]), []).append(r)
-        if self.settings.norm_over == "call" and len(groups) > 1:
-            raise ValueError(
-                "a norm over the whole call needs requests of one size with the same branches"
-            )
         return list(groups.values())
 
 

@@ -298,12 +298,14 @@ def collate(
 
 @dataclass
 class TrainingOutput:
-    """ce_S: cross-entropy of each scored token, fp32, unweighted. velocity_BGC: predicted, fp32.
+    """ce_S: cross-entropy of each scored token, fp32, unweighted; right_S: whether its label was the
+    most likely token. velocity_BGC: predicted, fp32.
 
     embedded and hidden: what entered and left the decoder, per expert ([B * U, D], [B * G, D]).
     """
 
     ce_S: Tensor
+    right_S: Tensor
     velocity_BGC: Tensor
     embedded: tuple[Tensor, Tensor]
     hidden: tuple[Tensor, Tensor]
@@ -337,10 +339,11 @@ def training_forward(
     hidden_U, hidden_G = bagel(
         x_UD, x_GD, position_T, attend(bagel, batch, (width, gen)), recompute=recompute
     )
-    logits = bagel.logits(hidden_U[batch.score_S]).float()
+    logits = bagel.logits(hidden_U.index_select(0, batch.score_S)).float()
     velocity = bagel.velocity(hidden_G).float().unflatten(0, (rows, gen)) if gen else noise_BGC
     return TrainingOutput(
         ce_S=F.cross_entropy(logits, batch.label_S, reduction="none"),
+        right_S=logits.detach().argmax(-1) == batch.label_S,
         velocity_BGC=velocity,
         embedded=(x_UD, x_GD),
         hidden=(hidden_U, hidden_G),
@@ -385,3 +388,32 @@ def flex_mask(batch: PackedBatch):
 
     rows, length = block.shape
     return create_block_mask(rule, rows, None, length, length, device=block.device)
+
+
+def fill_bins(sizes: Sequence[tuple[int, ...]], capacity: tuple[int, ...]) -> list[list[int]]:
+    """Best-fit decreasing: which items share a bin. sizes and capacity may have several measures.
+
+    Every item lands in exactly one bin; raises ValueError for one that no bin can hold.
+    """
+    for index, size in enumerate(sizes):
+        if any(s > c for s, c in zip(size, capacity, strict=True)):
+            raise ValueError(f"item {index} has size {size}, more than a bin's {capacity}")
+    order = sorted(range(len(sizes)), key=lambda i: sizes[i], reverse=True)
+    bins: list[list[int]] = []
+    room: list[list[int]] = []
+    open_bins: list[int] = []
+    for i in order:
+        best, best_left = -1, None
+        for b in open_bins:
+            left = [r - s for r, s in zip(room[b], sizes[i], strict=True)]
+            if min(left) >= 0 and (best_left is None or left[0] < best_left):
+                best, best_left = b, left[0]
+        if best < 0:
+            bins.append([])
+            room.append(list(capacity))
+            open_bins.append(len(bins) - 1)
+            best = len(bins) - 1
+        bins[best].append(i)
+        room[best] = [r - s for r, s in zip(room[best], sizes[i], strict=True)]
+        open_bins = [b for b in open_bins if min(room[b]) > 0][-64:]
+    return bins
