@@ -136,7 +136,7 @@ def _random(name: str, like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def train_tokenizer() -> Tokenizer:
-    """A byte-level BPE of 400 entries with Qwen2.5's split, and its 22 special tokens after them."""
+    """A byte-level BPE of 400 entries with Qwen2.5's split, and its 22 special tokens after."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = splits.Sequence(

@@ -57,23 +57,27 @@ def make_implementation(name: Literal["fast", "reference"], checkpoint: Path) ->
     return FastImplementation(checkpoint)
 
 
-def run(golden: Golden, implementation: Implementation) -> Report:
-    """Walks all files of the folder; whatever no check has recorded is not covered."""
-    from umm_reflect import parity_checks, parity_drawing, parity_training
+def run(
+    golden: Golden, implementation: Implementation, files: Sequence[str] | None = None
+) -> Report:
+    """Walks all files of the folder, or `files`; whatever no check has recorded is not covered."""
+    from umm_reflect import parity_contexts, parity_drawing, parity_primitives, parity_training
     from umm_reflect.parity_report import Report
 
     checks = (
-        ("misc", parity_checks.check_misc),
-        ("text", parity_checks.check_text),
-        ("und", parity_checks.check_und),
-        ("vit", parity_checks.check_vit),
-        ("vae", parity_checks.check_vae),
+        ("misc", parity_primitives.check_misc),
+        ("text", parity_contexts.check_text),
+        ("und", parity_contexts.check_und),
+        ("vit", parity_primitives.check_vit),
+        ("vae", parity_primitives.check_vae),
         ("gen_", parity_drawing.check_drawings),
         ("train", parity_training.check_training),
-        ("", parity_checks.check_other),
+        ("", parity_contexts.check_other),
     )
     report = Report()
-    for file in golden.all_files():
+    if files is None:
+        parity_primitives.check_conventions(golden, implementation, report)
+    for file in golden.all_files() if files is None else files:
         if file in golden.unreadable:
             report.failed(file, "(the file)", golden.unreadable[file])
             continue
@@ -99,7 +103,7 @@ def _check_description(golden: Golden, report: Report, file: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The verb: prints the report and returns the exit code; errors rise (see `cli.run_program`)."""
+    """The verb: prints the report, returns the exit code; errors rise (see `cli.run_program`)."""
     config = parse(Config, argv, "umm-reflect parity")
 
     from umm_reflect.parity_golden import Golden

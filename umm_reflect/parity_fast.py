@@ -20,7 +20,7 @@ from umm_reflect import checkpoint, draw, flow, images, model, packing, vit
 from umm_reflect.cache import KVCache
 from umm_reflect.config import BagelConfig
 from umm_reflect.context import Context, ImageSegment, TextSegment
-from umm_reflect.layout import latent_grid
+from umm_reflect.layout import grid_ids, latent_grid
 from umm_reflect.model import Bagel
 from umm_reflect.parity_implementations import (
     Branches,
@@ -63,11 +63,15 @@ class FastImplementation:
 
     patchify_pixels = staticmethod(images.patchify_pixels)
     patchify_latent = staticmethod(images.patchify_latent)
-    position_ids = staticmethod(images.grid_positions)
     position_table = staticmethod(vit.sincos_table)
     time_features = staticmethod(model.time_features)
     schedule = staticmethod(flow.schedule)
     guided_at = staticmethod(flow.in_interval)
+
+    def position_ids(self, rows: int, columns: int, side: int, interpolate: bool) -> Tensor:
+        if interpolate:
+            return images.grid_positions(rows, columns, side, interpolate=True)
+        return torch.from_numpy(grid_ids((rows, columns), side))
 
     def _rule(self, rule: SizeRule) -> images.ResizeRule:
         return images.ResizeRule(
@@ -99,7 +103,7 @@ class FastImplementation:
         bagel, patch = self.bagel, self.vit_patch
         patches = [images.patchify_pixels(picture, patch) for picture in pictures]
         ids = [
-            images.grid_positions(p.shape[1] // patch, p.shape[2] // patch, self.vit_side)
+            self.position_ids(p.shape[1] // patch, p.shape[2] // patch, self.vit_side, False)
             for p in pictures
         ]
         packed, packed_ids = torch.cat(patches), torch.cat(ids)
@@ -243,19 +247,15 @@ class FastImplementation:
                     image if on[step] and g.image_scale > 1 else nothing,
                 )
             )
-        if g.norm_over == "call" and len(set(grids)) > 1:
-            guided, own = self._over_the_call(recorded, denoiser, settings, x, lengths)
-            pixels = draw.decode(engine, own[-1].split(lengths), sizes)
-        else:
-            product = draw.Denoiser(engine, requests, settings)
-            guided = [
-                torch.cat(product.velocity(state.split(lengths), times[step]))
-                for step, state in enumerate(x[:-1])
-            ]
-            with _starting_from(x[0].split(lengths)) as states:
-                drawn = draw.draw(engine, requests, settings)
-            own = [torch.cat(parts) for parts in states] + [torch.cat([d.latent for d in drawn])]
-            pixels = [d.pixels for d in drawn]
+        product = draw.Denoiser(engine, requests, settings)
+        guided = [
+            torch.cat(product.velocity(state.split(lengths), times[step]))
+            for step, state in enumerate(x[:-1])
+        ]
+        with _starting_from(x[0].split(lengths)) as states:
+            drawn = draw.draw(engine, requests, settings)
+        own = [torch.cat(parts) for parts in states] + [torch.cat([d.latent for d in drawn])]
+        pixels = [d.pixels for d in drawn]
         latents = [
             images.unpatchify_latent(
                 tokens, rows * self.latent_patch, columns * self.latent_patch, self.latent_patch
@@ -264,33 +264,6 @@ class FastImplementation:
         ]
         stacked = [torch.stack(v) for v in zip(*recorded, strict=True)]
         return Drawing(times, on, *stacked, torch.stack(guided), torch.stack(own), latents, pixels)
-
-    def _over_the_call(
-        self,
-        recorded: Sequence[tuple[Tensor, Tensor, Tensor]],
-        denoiser: draw.Denoiser,
-        settings: flow.DrawSettings,
-        x: Tensor,
-        lengths: Sequence[int],
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The original's norm over pictures of several sizes, which the product refuses to draw.
-
-        Guidance gets all tokens of the call as one picture; branches and steps are the product's.
-        """
-
-        def velocity(step: int, branches: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-            cond, text, image = branches
-            if not settings.guided(settings.times[step]):
-                return cond
-            return flow.guide(cond, text, image if settings.image_scale > 1 else None, settings)
-
-        guided = [velocity(step, branches) for step, branches in enumerate(recorded)]
-        own = [x[0]]
-        for step in range(settings.steps):
-            t, t_next = settings.times[step], settings.times[step + 1]
-            branches = self._branches(denoiser, own[-1].split(lengths), t)
-            own.append(flow.euler_step(own[-1], velocity(step, branches), t, t_next))
-        return guided, own
 
     @staticmethod
     def _branches(

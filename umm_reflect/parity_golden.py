@@ -24,7 +24,7 @@ from umm_reflect.parity_implementations import (
     SizeRule,
     VAEPicture,
 )
-from umm_reflect.parity_report import NotCovered
+from umm_reflect.parity_report import NotCovered, Report
 from umm_reflect.reference import Text, ViTImage
 
 REMEDY = "Name a folder with manifest.json, its .safetensors files and a checkpoint folder"
@@ -175,3 +175,15 @@ def grid_of(position_ids: Tensor, side: int) -> tuple[int, int]:
 def packed_kv(parts: Sequence[Tensor]) -> Tensor:
     """KV [layers, 2, L, heads, d] of several contexts, one after the other on the token axis."""
     return torch.cat(list(parts), dim=2)
+
+
+def compare_named(
+    golden: Golden, report: Report, file: str, prefix: str, actual: Mapping[str, Tensor]
+) -> None:
+    """Compares each tensor `prefix + name` of the file that has an entry in `actual`."""
+    tensors = golden.tensors(file)
+    for name, value in actual.items():
+        full = prefix + name
+        if full in tensors and not report.has(file, full):
+            noise = golden.noise(file, full)
+            report.compare(file, full, tensors[full], value, noise=noise)

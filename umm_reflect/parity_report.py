@@ -57,7 +57,7 @@ class Record:
         parts = self.name.split(".")
         if len(parts) == 1:
             return stem
-        depth = 2 if parts[0] == "cases" or "grad" in parts[:2] else 1
+        depth = 2 if parts[0] in ("cases", "conventions") or "grad" in parts[:2] else 1
         return ".".join([stem, *parts[:depth]])
 
     @property
