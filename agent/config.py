@@ -43,7 +43,7 @@ class DrawConfig:
     steps: int | None = None
     """Denoising steps of each image."""
     size: str | None = None
-    """WIDTHxHEIGHT of the image, or one number for a square."""
+    """WIDTHxHEIGHT, or one number for a square; with --image, which keeps its shape, the limits."""
     text_scale: float | None = None
     """Guidance toward the text; 1 is off."""
     image_scale: float | None = None
@@ -93,10 +93,13 @@ class ReflectConfig(DrawConfig):
     """New samples of a malformed turn."""
     same_edit_limit: int | None = None
     """Stop when the same edit is asked for this many times in a row; 0: never."""
+    forced_turns: int | None = None
+    """For measurements on random weights: legal turns of this many tokens that ask for an edit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         least = {"max_rounds": 0, "max_tokens": 1, "temperature": 0, "retries": 0}
+        least |= {"same_edit_limit": 0, "forced_turns": 1}
         for name, value in least.items():
             given = getattr(self, name)
             if given is not None and not given >= value:
@@ -122,7 +125,10 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def resolved_profile(profile: ReflectionProfile, config: DrawConfig) -> ReflectionProfile:
-    """The checkpoint's profile with what was asked for on the command line. Errors: UsageError."""
+    """The checkpoint's profile with what was asked for on the command line. Errors: UsageError.
+
+    A size holds for first images and for edits; a user's image keeps its proportions within it.
+    """
     drawing = {"text_scale": config.text_scale, "image_scale": config.image_scale}
     if config.steps is not None:
         drawing["points"] = config.steps + 1
@@ -137,17 +143,13 @@ def resolved_profile(profile: ReflectionProfile, config: DrawConfig) -> Reflecti
             changes["say"] = replace(profile.say, **said)
             for name in ("edit_view", "layout"):
                 changes[name] = getattr(config, name) or getattr(profile, name)
+        if config.size is not None:
+            height, width = changes["size"] = parse_size(config.size)
+            sides = {"max_size": max(height, width), "min_size": min(height, width)}
+            rule = replace(profile.transforms.vae, **sides)
+            changes["transforms"] = replace(profile.transforms, vae=rule)
     except ValueError as error:
         raise UsageError(str(error), "See --help.") from error
-    if config.size is not None:
-        height, width = changes["size"] = parse_size(config.size)
-        rule = profile.transforms.vae  # edits keep the size that was asked for
-        rule = replace(
-            rule,
-            max_size=max(rule.max_size, height, width),
-            min_size=min(rule.min_size, height, width),
-        )
-        changes["transforms"] = replace(profile.transforms, vae=rule)
     return replace(profile, **changes)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -116,7 +117,7 @@ class TurnText:
         self._line: str | None = None  # the beginning of a line that may still become a tag
 
     def feed(self, text: str) -> list[tuple[str, str]]:
-        shown = []
+        shown: list[tuple[str, str]] = []
         for letter in text:
             if letter == "\n":
                 shown += self.rest()
@@ -125,8 +126,9 @@ class TurnText:
                 self._line += letter
                 shown += self._begin_line(self._line)
             elif not self._hidden:
-                shown.append((self.field, letter))
-        return shown
+                shown.append((self.field, letter if letter.isprintable() else "\ufffd"))
+        fields = groupby(shown, key=lambda piece: piece[0])
+        return [(field, "".join(piece for _, piece in pieces)) for field, pieces in fields]
 
     def rest(self) -> list[tuple[str, str]]:
         """What is still held back, when the line or the text ends."""

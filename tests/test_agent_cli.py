@@ -84,6 +84,17 @@ def test_generate_and_edit_draw_one_image_each(run, tmp_path, capsys):
     assert "image: outputs/make-it-blue-seed0/image_1.png" in capsys.readouterr().out
 
 
+def test_forced_turns_draw_every_round(run, tmp_path, capsys):
+    words = ("x", "--forced-turns", "90", "--max-rounds", "2", "--profile", "release")
+    assert run("reflect", *words) == 0
+    trajectory = trace.load(tmp_path / "outputs" / "x-seed0")
+    assert len(trajectory.images) == 3
+    assert "3 images in " in capsys.readouterr().out
+    assert cli.timing_line(trajectory).endswith(
+        f", 2 turns of 180 tokens in {sum(t.seconds for t in trajectory.turns):.1f} s"
+    )
+
+
 def test_a_users_image_goes_through_the_loop(run, tmp_path):
     Image.new("RGB", (80, 60), (250, 240, 10)).save(tmp_path / "in.png")
     assert run("reflect", "a star", "--image", "in.png", "--max-tokens", "20") == 0
@@ -129,6 +140,7 @@ def test_bad_usage_is_one_line(words, code, message, capsys, tmp_path, monkeypat
         (["x", "--image", "text.png"], 1, "text.png is not a picture"),
         (["x", "--size", "65"], 2, "Give multiples of 16 from 16 to 128"),
         (["x", "--size", "64x1024"], 2, "height 1024 is not a size"),
+        (["x", "--size", "8"], 2, "give 0 < min <= max"),
     ],
 )
 def test_bad_input_is_one_line(tiny, words, code, message, capsys, tmp_path, monkeypatch):
@@ -160,6 +172,8 @@ def test_a_size_that_was_asked_for_holds_for_edits_too(tiny):
     resolved = config.resolved_profile(profile(tiny), asked)
     assert resolved.size == (32, 48)
     assert resolved.transforms.drawn_size(Image.new("RGB", (48, 32))) == (32, 48)
+    assert resolved.transforms.drawn_size(Image.new("RGB", (400, 400))) == (48, 48)
+    assert resolved.transforms.drawn_size(Image.new("RGB", (900, 600))) == (32, 48)
     assert (resolved.first.points, resolved.edit.points) == (6, 6)
     assert (resolved.say.max_rounds, resolved.say.temperature) == (1, 0)
 
