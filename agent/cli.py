@@ -187,9 +187,12 @@ class Run:
 
         from agent.trace import About
         from umm_reflect import __version__
+        from umm_reflect.files import sha256
         from umm_reflect.hub import WEIGHTS, digest
 
         weights = self.folder / WEIGHTS
+        small = weights.exists() and weights.stat().st_size < 1_000_000_000
+        hash_of = sha256 if small else digest  # a large one is hashed once and remembered
         sampler = to_mapping(self.profile)
         prompt = sampler.pop("system_prompt").encode()
         sampler["system_prompt_sha256"] = hashlib.sha256(prompt).hexdigest() if prompt else None
@@ -197,7 +200,7 @@ class Run:
             sampler["loop"] = to_mapping(loop_options(self.config))
         return About(
             model=self.config.model,
-            model_sha256=digest(weights) if weights.exists() else None,
+            model_sha256=hash_of(weights) if weights.exists() else None,
             verb=self.verb,
             settings=to_mapping(self.config),
             sampler=sampler,
