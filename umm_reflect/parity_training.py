@@ -51,7 +51,7 @@ def check_training(golden: Golden, impl: Implementation, report: Report, file: s
     tensors, cases = golden.tensors(file), golden.cases(file)
     inputs = [name for name in tensors if name.startswith("in.")]
     case = cases.get("batch")
-    with report.guard(file, inputs):
+    with report.guard(file, [*inputs, "cases.batch.sequence_length"]):
         if case is None:
             raise NotCovered("the manifest has no case `batch` that says how it is packed")
         batch = read_batch(golden, impl, file, case, next(_noises(tensors)))

@@ -100,6 +100,7 @@ class ReferenceVAE:
         self, weights: Mapping[str, Tensor], scale: float, shift: float, groups: int
     ) -> None:
         self.weights, self.scale, self.shift, self.groups = weights, scale, shift, groups
+        self.dtype = weights["encoder.conv_in.weight"].dtype
 
     def _conv(self, name: str, x: Tensor, stride: int = 1, padding: int | None = None) -> Tensor:
         weight = self.weights[f"{name}.weight"]
@@ -128,7 +129,7 @@ class ReferenceVAE:
 
     def moments(self, pixels: Tensor) -> Tensor:
         """[B, 3, H, W] to [B, 2*C, H/8, W/8]: means, then log-variances (unscaled)."""
-        x = self._conv("encoder.conv_in", pixels)
+        x = self._conv("encoder.conv_in", pixels.to(self.dtype))
         for level in range(count(self.weights, "encoder.down.{}.block.0.norm1.weight")):
             for i in range(count(self.weights, f"encoder.down.{level}.block.{{}}.norm1.weight")):
                 x = self._residual(f"encoder.down.{level}.block.{i}", x)
@@ -145,7 +146,7 @@ class ReferenceVAE:
 
     def decode(self, latent: Tensor) -> Tensor:
         """Scaled latents [B, C, h, w] to pixels [B, 3, 8h, 8w], not clamped."""
-        x = self._conv("decoder.conv_in", latent / self.scale + self.shift)
+        x = self._conv("decoder.conv_in", latent.to(self.dtype) / self.scale + self.shift)
         x = self._middle("decoder.mid", x)
         for level in reversed(range(count(self.weights, "decoder.up.{}.block.0.norm1.weight"))):
             for i in range(count(self.weights, f"decoder.up.{level}.block.{{}}.norm1.weight")):
