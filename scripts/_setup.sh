@@ -28,31 +28,53 @@ _setup_find_python() {
   return 1
 }
 
-_setup_stamp() { # EXTRA
-  printf '%s\n' "$ROOT" "${1:-}" "${UMM_PIP_ARGS:-}"
+_setup_wanted() { # what an install depends on
+  printf '%s\n' "$ROOT"
   cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt"
 }
 
+_setup_is_done() { # EXTRA: installed as wanted, and with the arguments that are asked for, if any
+  local stamp="$ROOT/.venv/installed${1:+-$1}" arguments="$ROOT/.venv/installed-with"
+  [ -e "$stamp" ] && _setup_wanted | cmp -s - "$stamp" || return 1
+  [ -z "${UMM_PIP_ARGS:-}" ] || [ "$UMM_PIP_ARGS" = "$(cat "$arguments" 2>/dev/null)" ]
+}
+
 _setup_explain() { # LOG: the remedy for the failure that the log shows
-  if grep -qi 'no space left' "$1"; then
-    echo "The disk is full: free about 4 GB (a CUDA build of torch needs about 8 GB) and start again."
-  elif grep -qiE 'connection|timed out|timeout|resolve host|name resolution|proxy|ssl' "$1"; then
-    echo "The package index was not reached: check the network, or name a mirror: UMM_PIP_ARGS='--index-url URL'."
-  elif grep -qiE 'no matching distribution|could not find a version' "$1"; then
-    echo "No fitting build of a package for this Python: try another one: rm -rf .venv; UMM_PYTHON=python3.12 bash $0"
-  else
-    echo "Start again after mending it; the whole log is $1."
+  local errors
+  errors="$(grep -E 'ERROR:|WARNING: Retrying' "$1" 2>/dev/null)" || true
+  case "$errors" in
+    *'No space left'*)
+      echo "The disk is full: free 4 GB (8 GB for a CUDA build of torch) and start again." ;;
+    *Retrying* | *'onnection'* | *'timed out'*)
+      echo "The package index was not reached: check the network, or name a mirror:" \
+        "UMM_PIP_ARGS='--index-url URL' bash $0" ;;
+    *'No matching distribution'* | *'Could not find a version'*)
+      echo "A package has no build for this Python: try another one:" \
+        "rm -rf .venv; UMM_PYTHON=python3.12 bash $0" ;;
+    *) echo "Start again after mending it; the whole log is $1" ;;
+  esac
+}
+
+_setup_pip() { # LOG ARGUMENTS: pip's progress for a person, only its errors for a log
+  local log="$1"
+  shift
+  rm -f "$log" "$log.errors"
+  if [ -t 2 ]; then
+    "$PYTHON" -m pip install --disable-pip-version-check --log "$log" "$@" >&2
+  elif ! "$PYTHON" -m pip install -q --disable-pip-version-check --progress-bar off --log "$log" \
+    "$@" >/dev/null 2>"$log.errors"; then
+    cat "$log.errors" >&2
+    return 1
   fi
 }
 
 _setup_install() { # EXTRA
-  local extra="${1:-}" found log="$ROOT/.venv/install.log" quiet="-qq --progress-bar off"
-  local stamp="$ROOT/.venv/installed${extra:+-$extra}"
+  local extra="${1:-}" found log="$ROOT/.venv/install.log" done_file
 
   if [ -e "$ROOT/.venv" ] && ! "$PYTHON" -c '' >/dev/null 2>&1; then
     _setup_fail "$ROOT/.venv holds no working Python" "Remove it and start again: rm -rf '$ROOT/.venv'"
   fi
-  if [ -e "$stamp" ] && _setup_stamp "$extra" | cmp -s - "$stamp"; then
+  if _setup_is_done "$extra"; then
     return
   fi
   if [ ! -e "$ROOT/.venv" ]; then
@@ -64,15 +86,19 @@ _setup_install() { # EXTRA
       "'$found -m venv .venv' failed" "See above; another Python can be named: UMM_PYTHON=/path/to/python"
   fi
 
+  "$PYTHON" -c 'import pip' 2>/dev/null || _setup_fail \
+    "$ROOT/.venv is incomplete (no pip)" "Remove it and start again: rm -rf '$ROOT/.venv'"
   echo "installing packages into .venv (once, some minutes; log: .venv/install.log)" >&2
-  [ -t 2 ] && quiet=
-  rm -f "$log"
   # UMM_PIP_ARGS is split into words on purpose.
-  if ! (cd "$ROOT" && "$PYTHON" -m pip install $quiet --disable-pip-version-check --log "$log" \
-    -c constraints.txt ${UMM_PIP_ARGS:-} -e ".${extra:+[$extra]}" 1>&2); then
+  if ! (cd "$ROOT" && _setup_pip "$log" -c constraints.txt ${UMM_PIP_ARGS:-} \
+    -e ".${extra:+[$extra]}"); then
     _setup_fail "pip could not install the packages (see above)" "$(_setup_explain "$log")"
   fi
-  _setup_stamp "$extra" >"$stamp.new" && mv "$stamp.new" "$stamp"
+  printf '%s' "${UMM_PIP_ARGS:-}" >"$ROOT/.venv/installed-with"
+  for done_file in installed ${extra:+installed-$extra}; do # what has an extra has the core too
+    _setup_wanted >"$ROOT/.venv/$done_file.new"
+    mv "$ROOT/.venv/$done_file.new" "$ROOT/.venv/$done_file"
+  done
 }
 
 setup() { # EXTRA; two scripts started together wait for one another where flock exists

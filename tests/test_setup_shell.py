@@ -70,6 +70,20 @@ def test_the_second_start_installs_nothing(checkout):
     assert calls(checkout)[0].endswith("-c constraints.txt -e .[dev]")
 
 
+def test_an_install_with_an_extra_serves_a_start_without_it(checkout):
+    start(checkout, "dev")
+    start(checkout)
+    assert len(calls(checkout)) == 1
+    start(checkout, "train")
+    assert len(calls(checkout)) == 2
+
+
+def test_new_arguments_for_pip_install_again_and_their_absence_does_not(checkout):
+    for arguments in ("--pre", "--pre", "", "--no-cache-dir"):
+        start(checkout, UMM_PIP_ARGS=arguments)
+    assert len(calls(checkout)) == 2
+
+
 @pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
 def test_a_changed_requirement_installs_again(checkout, changed):
     start(checkout)
@@ -86,10 +100,10 @@ def test_pip_gets_the_arguments_that_a_person_adds(checkout):
 
 
 FAILURES = {
-    "disk": ("OSError: [Errno 28] No space left on device", "The disk is full"),
-    "network": ("Max retries exceeded: connection timed out", "The package index was not reached"),
-    "version": ("No matching distribution found for torch", "No fitting build of a package"),
-    "other": ("something else", "the whole log is"),
+    "disk": ("ERROR: [Errno 28] No space left on device", "The disk is full"),
+    "network": ("WARNING: Retrying after: connection broken", "The package index was not reached"),
+    "version": ("ERROR: No matching distribution found for torch", "No fitting build of a package"),
+    "other": ("Starting new HTTPS connection\nERROR: something else", "the whole log is"),
 }
 
 
