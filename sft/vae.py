@@ -18,11 +18,8 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -51,6 +48,7 @@ from umm_reflect.files import write_aside
 from umm_reflect.settings import parse, save, to_yaml
 from umm_reflect.training.metrics import MetricsLog, plot_curves, progress
 from umm_reflect.training.optim import Optimizer, lr_scale
+from umm_reflect.training.signals import noticed_signals
 
 PROG = "python -m sft.vae"
 CONFIG_FILE = "vae_config.json"
@@ -169,13 +167,13 @@ class Trainer:
     device.
     """
 
-    def __init__(self, config: Config, pictures: Tensor, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: Config, pictures: Tensor, device: torch.device):
         self.config = config
         self.device = device
         torch.manual_seed(config.seed)
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         self.vae = AutoEncoder(replace(NANO.vae, resolution=config.size, ch=config.channels))
-        self.vae.to(device=device, dtype=dtype, memory_format=layout)
+        self.vae.to(device=device, dtype=resolve_dtype("auto", device), memory_format=layout)
         self.optimizer = Optimizer(
             self.vae.named_parameters(),
             muon_lr=config.muon_lr,
@@ -403,21 +401,6 @@ def read_vae_config(folder: str | Path) -> VAEConfig:
     return VAEConfig(**{**content, "ch_mult": tuple(content["ch_mult"])})
 
 
-@contextmanager
-def noticed_signals() -> Iterator[list[int]]:
-    """A list that gets the number of a SIGTERM or SIGINT; the run ends at its next look."""
-    noticed: list[int] = []
-    before = {
-        number: signal.signal(number, lambda n, _: noticed.append(n))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield noticed
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def run(config: Config) -> int:
     """The whole program after its settings are known; returns the exit code."""
     folder = config.output_dir
@@ -428,7 +411,6 @@ def run(config: Config) -> int:
         print(f"{folder} holds a finished autoencoder; --force trains anew")
         return 0
     device = resolve_device(config.device)
-    dtype = resolve_dtype("auto", device)
     folder.mkdir(parents=True, exist_ok=True)
     save(config, folder / "config.yaml")
     start = time.monotonic()
@@ -443,7 +425,7 @@ def run(config: Config) -> int:
     print(
         f"rendered {config.images + config.held_out} pictures in {seconds:.1f} s", file=sys.stderr
     )
-    trainer = Trainer(config, pictures, device, dtype)
+    trainer = Trainer(config, pictures, device)
     with noticed_signals() as stopped:
         if not train(trainer, held_out[:WATCHED], stopped):
             print(f"stopped; the same command continues {folder}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""The kit under every trainer: `optim.py` (optimizer, schedule), `metrics.py` (log, curves)."""
+"""The kit under every trainer: optimizer and schedule, log and curves, signals."""

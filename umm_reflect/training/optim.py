@@ -224,13 +224,14 @@ class Optimizer:
         self.grad_norm.copy_(norm)
         self.skipped.add_(1 - go)
         self.step_count.add_(go)
-        factor = go if self.clip_norm is None else (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        factor = torch.where(finite, factor, 0.0)
+        if self.clip_norm is None:
+            factor = go
+        else:
+            factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num() * go
         lr_scale = lr_scale * go
         for bucket in self.buckets:
-            # A sum of squares overflows before its terms do, so infinities may stand beside finite
-            # numbers.
-            grad = torch.where(finite, bucket.grad, 0.0).mul_(factor)
+            # a zero factor leaves nothing of a bad gradient, once it holds no nan or infinity
+            grad = bucket.grad.nan_to_num(0.0, 0.0, 0.0).mul_(factor)
             base = self.muon_lr if bucket.muon else self.adamw_lr
             if self.weight_decay and bucket.decays:
                 bucket.master.mul_(1 - base * self.weight_decay * lr_scale)
