@@ -12,8 +12,8 @@ The last look is "done", at a right image. Words: shapes_text.py; faults: shapes
 
 import argparse
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from agent.protocol import canonical
@@ -34,6 +34,7 @@ Split = Literal["train", "test"]
 
 RIGHT_FIRST = 0.35  # first images that satisfy their prompt
 STRAY = 0.1  # of the right ones that also hold something nobody asked for, where the row allows it
+MORE_POSITIONS = 0.15  # prompts that are drawn from that family on purpose: moving is hard to learn
 FAILED_EDIT = 0.15  # edits that go wrong
 MAX_LOOKS = 4
 TWO_EDITS = 0.3  # turns with more than one fault whose edit mends two (twice as often with three)
@@ -116,8 +117,29 @@ def reflect_on_edit(
     return said, after
 
 
+def scene_of(objects: Iterable[Mapping], side: float) -> Scene | None:
+    """The scene of an image that a verifier read, so that `reflect` can look at a model's own one.
+
+    objects: {"kind", "color", "box"} of each (`Detection.to_record`), boxes in pixels of an image
+    `side` wide; a kind that the world does not have is malformed. Turns are not known, sizes about.
+    None where an object has no one colour, since no words name it.
+    """
+    shapes = []
+    for found in objects:
+        left, top, right, bottom = (edge / side for edge in found["box"])
+        if found["color"] is None:
+            return None
+        whole = found["kind"] in KINDS
+        unit = Shape(found["kind"] if whole else "circle", found["color"], 0.0, 0.0, 1.0)
+        x0, y0, x1, y1 = unit.box()
+        size = max((right - left) / (x1 - x0), (bottom - top) / (y1 - y0))
+        x, y, broken = (left + right) / 2, (top + bottom) / 2, 0.0 if whole else 0.5
+        shapes.append(replace(unit, x=x, y=y, size=size, broken=broken))
+    return Scene(tuple(shapes))
+
+
 def _look(
-    scene: Scene, request: str, assessment: Assessment, rng: random.Random
+    scene: Scene, request: str, assessment: Assessment, rng: random.Random, last_edit: str = ""
 ) -> tuple[Reflection, Scene | None, tuple[Op, ...]]:
     faults = assessment.faults
     parts = (
@@ -136,14 +158,17 @@ def _look(
             ops = (*ops, second)
     if not all(is_unique(scene, index) for op in ops for index in op.touched):
         raise Crowded("no words single out the object to change")
-    edit = shapes_text.payload(scene, ops, rng)
+    while (edit := shapes_text.payload(scene, ops, rng)) == last_edit:
+        pass  # what failed is asked for in other words
     return Reflection(thinking, assessment.score, "edit", edit), apply(scene, ops), ops
 
 
 def _drawing(
     rng: random.Random, split: Split, hard: bool, row: Row | None
 ) -> ShapesTrajectory | None:
-    row = row or sample_row(rng, split, hard=hard)
+    if row is None:
+        positions = not hard and rng.random() < MORE_POSITIONS
+        row = sample_row(rng, split, hard=hard, family="position" if positions else None)
     good = scene_for(row, rng, hard=hard)
     first: Scene | None = good
     if rng.random() >= RIGHT_FIRST:
@@ -186,7 +211,8 @@ def _rounds(
     scenes, reflections, faithful = [first], [], []
     try:
         while len(scenes) <= MAX_LOOKS:
-            said, after, ops = _look(scenes[-1], request, assess(scenes[-1]), rng)
+            last_edit = reflections[-1].edit if reflections else ""
+            said, after, ops = _look(scenes[-1], request, assess(scenes[-1]), rng, last_edit)
             reflections.append(said)
             if after is None:
                 return tuple(scenes), tuple(reflections), tuple(faithful)

@@ -23,7 +23,7 @@ from random import Random
 from typing import Literal
 
 from sft.shapes_ops import Crowded, Op, Verb, apply, find_room, swapped, turned
-from sft.shapes_words import cell_of, is_unique, name_of, place_of
+from sft.shapes_words import cell_of, is_unique, name_of, objects_of, place_of
 from umm_reflect.shapes.sampler import is_clear
 from umm_reflect.shapes.scene import COLORS, MIRRORED, Scene, Shape, relations
 
@@ -110,7 +110,7 @@ class _RowPlanner:
 
     def __init__(self, row: Mapping, scene: Scene, rng: Random):
         self.row, self.scene, self.rng = row, scene, rng
-        self.shapes = dict(enumerate(scene.shapes))
+        self.shapes = {i: scene.shapes[i] for i in objects_of(scene)}
         self.faults: list[Fault] = []
 
     def found(self, clause: Mapping) -> list[int]:
@@ -316,7 +316,7 @@ def assess_edit(source: Scene, op: Op, scene: Scene) -> Assessment:
     def alike(shape: Shape, target: Shape) -> bool:
         return name_of(shape) == name_of(target)
 
-    seen, open_targets = dict(enumerate(scene.shapes)), list(wanted)
+    seen, open_targets = {i: scene.shapes[i] for i in objects_of(scene)}, list(wanted)
     pairs: list[tuple[int, Shape, str]] = []
     faults: list[Fault] = []
     if op.verb == "swap":

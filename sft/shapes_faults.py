@@ -6,12 +6,14 @@ nothing, does something else, hits the wrong object, leaves the old object behin
 one.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
 
 from sft.shapes_assess import is_satisfied
 from sft.shapes_ops import LEAST_GAP, Op, apply, swapped, turned
+from sft.shapes_words import PART_REACH
 from umm_reflect.shapes.scene import (
     COLORS,
     KINDS,
@@ -22,7 +24,11 @@ from umm_reflect.shapes.scene import (
     nearest_colors,
 )
 
-BROKEN = (0.2, 0.34)  # share of the turn that a malformed object lacks
+BROKEN = (
+    0.28,
+    0.5,
+)  # share of the turn that a malformed object lacks; with less it can still be told
+RUN_TOGETHER = 0.4  # malformed objects that are two pieces of two kinds in one
 
 # How often a first image is wrong in each way, among the ways that are wrong for its row.
 FAULT_WEIGHTS = {
@@ -49,7 +55,8 @@ def spoil_first(row: Mapping, scene: Scene, rng: Random) -> Scene | None:
 
 
 def _spoil_once(row: Mapping, scene: Scene, rng: Random) -> Scene | None:
-    if not scene.shapes:
+    whole = [i for i, shape in enumerate(scene.shapes) if not shape.broken]
+    if not whole:
         return None
     include = row["include"]
     weights = dict(FAULT_WEIGHTS)
@@ -63,7 +70,7 @@ def _spoil_once(row: Mapping, scene: Scene, rng: Random) -> Scene | None:
     if not row.get("exclude"):  # one more is wrong only where it stands on a wrong side
         weights["double"] = 0.1 if weights["relation"] else 0.0
     way = rng.choices(list(weights), list(weights.values()))[0]
-    index = rng.randrange(len(scene.shapes))
+    index = rng.choice(whole)
     shape = scene.shapes[index]
     if way == "drop":
         return scene.without(index)
@@ -76,9 +83,10 @@ def _spoil_once(row: Mapping, scene: Scene, rng: Random) -> Scene | None:
         kind = rng.choice(kinds) if kinds and rng.random() < 0.4 else other_kind(shape.kind, rng)
         return scene.changing(index, kind=kind, rotation=turned(kind, rng))
     if way == "break":
-        return scene.changing(index, broken=rng.uniform(*BROKEN))
+        base, *parts = malformed(shape, rng)
+        return apply(scene, [Op("replace", index, base), *(Op("add", None, p) for p in parts)])
     if way == "swap_colors":
-        others = [i for i, s in enumerate(scene.shapes) if s.color != shape.color]
+        others = [i for i in whole if scene.shapes[i].color != shape.color]
         if not others:
             return None
         other = rng.choice(others)
@@ -156,17 +164,22 @@ def spoil_edit(scene: Scene, op: Op, rng: Random) -> Scene | None:
     if lot < 0.3:
         return scene  # nothing happened
     done = apply(scene, [op])
+    others = [i for i, s in enumerate(scene.shapes) if i not in op.touched and not s.broken]
     if lot < 0.5:  # done, but another object was harmed
-        others = [i for i in range(len(scene.shapes)) if i not in op.touched]
         if not others:
             return None
-        return apply(scene, [op, _harm(scene, rng.choice(others), rng)])
+        other = rng.choice(others)
+        if rng.random() < 0.4:
+            return apply(scene, [op, Op("remove", other, None)])
+        return apply(scene, [op, *_looks_wrong(scene.shapes[other], other, rng)])
     if op.verb == "add":
         index = len(done.shapes) - 1
         if rng.random() < 0.2:
             return add_stray(done, rng, op.shape.kind, op.shape.color)
         return _wrong_looks(done, index, rng)
     if op.verb == "remove":
+        if scene.shapes[op.index].broken:
+            return None
         return _wrong_looks(scene, op.index, rng)
     if op.verb == "move" and rng.random() < 0.5:  # the old one stays, or it is lost
         if rng.random() < 0.4:
@@ -175,13 +188,11 @@ def spoil_edit(scene: Scene, op: Op, rng: Random) -> Scene | None:
     if op.verb == "move":
         for _ in range(20):
             placed = _anywhere(op.shape, rng)
-            others = [s for i, s in enumerate(scene.shapes) if i != op.index]
-            if is_apart(placed, others, 0.0):
+            if is_apart(placed, scene.without(op.index).shapes, 0.0):
                 return scene.changing(op.index, x=placed.x, y=placed.y)
         return None
     if op.verb == "swap":
         return _wrong_looks(done, rng.choice(op.touched), rng)
-    others = [i for i in range(len(scene.shapes)) if i != op.index]
     if others and rng.random() < 0.35:  # the wrong object was changed
         other = rng.choice(others)
         if op.verb == "recolor":
@@ -191,16 +202,36 @@ def spoil_edit(scene: Scene, op: Op, rng: Random) -> Scene | None:
 
 
 def _wrong_looks(scene: Scene, index: int, rng: Random) -> Scene:
-    shape, lot = scene.shapes[index], rng.random()
+    return apply(scene, _looks_wrong(scene.shapes[index], index, rng))
+
+
+def _looks_wrong(shape: Shape, index: int, rng: Random) -> list[Op]:
+    """Ops that give a whole shape another colour or kind, or make it malformed."""
+    lot = rng.random()
     if lot < 0.4:
-        return scene.changing(index, color=other_color(shape.color, rng))
+        return [Op("recolor", index, replace(shape, color=other_color(shape.color, rng)))]
     if lot < 0.7:
         kind = other_kind(shape.kind, rng)
-        return scene.changing(index, kind=kind, rotation=turned(kind, rng))
-    return scene.changing(index, broken=rng.uniform(*BROKEN))
+        return [Op("replace", index, replace(shape, kind=kind, rotation=turned(kind, rng)))]
+    base, *parts = malformed(shape, rng)
+    return [Op("replace", index, base), *(Op("add", None, part) for part in parts)]
 
 
-def _harm(scene: Scene, index: int, rng: Random) -> Op:
-    if rng.random() < 0.4:
-        return Op("remove", index, None)
-    return Op("replace", index, _wrong_looks(scene, index, rng).shapes[index])
+def malformed(shape: Shape, rng: Random) -> tuple[Shape, ...]:
+    """The shape with a wedge missing, turned anyhow, at times run together with a second piece."""
+    angle, wedge = rng.uniform(-180, 180), rng.uniform(*BROKEN)
+    base = replace(shape, rotation=angle, broken=wedge)
+    if rng.random() >= RUN_TOGETHER:
+        return (base,)
+    turn, far = rng.uniform(0, 2 * math.pi), rng.uniform(0.1, 0.9) * PART_REACH * shape.size
+    kind = rng.choice(KINDS)
+    part = Shape(
+        kind,
+        shape.color,
+        shape.x + far * math.cos(turn),
+        shape.y + far * math.sin(turn),
+        shape.size * rng.uniform(0.65, 0.95),
+        turned(kind, rng),
+        rng.uniform(*BROKEN),
+    )
+    return base, part

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
-from sft.shapes_words import cell_of, middle_of, name_of
+from sft.shapes_words import cell_of, middle_of, name_of, parts_of
 from umm_reflect.shapes.scene import MAX_ROTATION, Scene, Shape, is_apart
 
 Verb = Literal["add", "remove", "recolor", "replace", "move", "swap"]
@@ -53,6 +53,7 @@ def apply(scene: Scene, ops: Sequence[Op]) -> Scene:
     last."""
     changed = {op.index: op.shape for op in ops if op.index is not None}
     changed |= {op.partner: op.partner_shape for op in ops if op.partner is not None}
+    changed |= {part: None for index in list(changed) for part in parts_of(scene, index)}
     kept = [changed.get(i, shape) for i, shape in enumerate(scene.shapes)]
     added = [op.shape for op in ops if op.index is None]
     return replace(scene, shapes=tuple(shape for shape in (*kept, *added) if shape is not None))

@@ -4,6 +4,8 @@ scene = Scene((Shape("star", "red", 0.2, 0.2, 0.2), Shape("star", "red", 0.8, 0.
 description(scene, 1)       # "red star at the top right"
 """
 
+import math
+
 from umm_reflect.shapes.scene import Scene, Shape
 
 # A 3 x 3 grid over the picture, row by row. `place_of` names the cell that holds a shape's centre.
@@ -19,6 +21,7 @@ PLACES = (
     "bottom right",
 )
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+PART_REACH = 0.32  # a piece of a malformed object is this close to its middle, in its sizes
 EXTREMES = (
     ("leftmost", "x", 1),
     ("rightmost", "x", -1),
@@ -43,10 +46,31 @@ def middle_of(cell: int) -> tuple[float, float]:
     return (cell % 3 + 0.5) / 3, (cell // 3 + 0.5) / 3
 
 
+def parts_of(scene: Scene, index: int) -> list[int]:
+    """Indices of the later shapes that are further pieces of a malformed object: broken too, of its
+    colour, and over its middle. Such a heap of pieces is one object to the eye."""
+    base = scene.shapes[index]
+    if not base.broken:
+        return []
+    return [
+        i
+        for i, shape in enumerate(scene.shapes[index + 1 :], index + 1)
+        if shape.broken
+        and shape.color == base.color
+        and math.hypot(shape.x - base.x, shape.y - base.y) < PART_REACH * base.size
+    ]
+
+
+def objects_of(scene: Scene) -> list[int]:
+    """Indices of the objects that one sees: every shape that is no further piece of another."""
+    parts = {part for index in range(len(scene.shapes)) for part in parts_of(scene, index)}
+    return [index for index in range(len(scene.shapes)) if index not in parts]
+
+
 def reading_order(scene: Scene) -> list[int]:
-    """Indices of the shapes by row of the grid, then from left to right."""
+    """Indices of the objects by row of the grid, then from left to right."""
     return sorted(
-        range(len(scene.shapes)),
+        objects_of(scene),
         key=lambda i: (cell_of(scene.shapes[i]) // 3, scene.shapes[i].x, scene.shapes[i].y),
     )
 
@@ -81,7 +105,8 @@ def description(scene: Scene, index: int) -> str:
     """
     shape = scene.shapes[index]
     name = name_of(shape)
-    same = [other for other in scene.shapes if name_of(other) == name]
+    seen = [scene.shapes[i] for i in objects_of(scene)]
+    same = [other for other in seen if name_of(other) == name]
     if len(same) == 1:
         return name
     if sum(cell_of(other) == cell_of(shape) for other in same) == 1:
@@ -96,4 +121,4 @@ def description(scene: Scene, index: int) -> str:
 def is_unique(scene: Scene, index: int) -> bool:
     """Whether `description` singles the shape out."""
     words = description(scene, index)
-    return sum(description(scene, other) == words for other in range(len(scene.shapes))) == 1
+    return sum(description(scene, other) == words for other in objects_of(scene)) == 1

@@ -82,8 +82,8 @@ painting style background foreground realistic detailed beautiful
 """
 
 
-def train(seed: int = 0, trajectories: int = 4000) -> Tokenizer:
-    """The tokenizer, trained on `trajectories` draws of each task and as many prompts (10 s)."""
+def train(seed: int = 0, trajectories: int = 2000) -> Tokenizer:
+    """The tokenizer, trained on `trajectories` draws of each task and as many prompts (5 s)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
