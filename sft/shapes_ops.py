@@ -49,8 +49,10 @@ class Crowded(Exception):
 
 
 def apply(scene: Scene, ops: Sequence[Op]) -> Scene:
-    """The scene after ops that name its shapes by index, each at most once; added shapes come
-    last."""
+    """The scene after ops that name its shapes by index, each at most once; new ones come last.
+
+    What an op does to a malformed object it does to all pieces: one shape is left, or none.
+    """
     changed = {op.index: op.shape for op in ops if op.index is not None}
     changed |= {op.partner: op.partner_shape for op in ops if op.partner is not None}
     changed |= {part: None for index in list(changed) for part in parts_of(scene, index)}
