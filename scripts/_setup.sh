@@ -92,7 +92,7 @@ _setup_install() { # EXTRA
   # UMM_PIP_ARGS is split into words on purpose.
   if ! (cd "$ROOT" && _setup_pip "$log" -c constraints.txt ${UMM_PIP_ARGS:-} \
     -e ".${extra:+[$extra]}"); then
-    _setup_fail "pip could not install the packages (see above)" "$(_setup_explain "$log")"
+    _setup_fail "pip could not install the packages (log: $log)" "$(_setup_explain "$log")"
   fi
   printf '%s' "${UMM_PIP_ARGS:-}" >"$ROOT/.venv/installed-with"
   for done_file in installed ${extra:+installed-$extra}; do # what has an extra has the core too
