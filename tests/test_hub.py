@@ -134,6 +134,13 @@ def test_a_digest_is_remembered_until_the_file_changes(tmp_path, monkeypatch):
     assert hub.digest(path) == "read again"
 
 
+def test_a_digest_needs_no_writable_home(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    (tmp_path / "x").write_bytes(b"abc")
+    assert hub.digest(tmp_path / "x").startswith("ba7816bf")
+    assert "is not kept (Not a directory)" in capsys.readouterr().err
+
+
 def test_a_damaged_record_is_one_line(tmp_path):
     hub.hashes_file().parent.mkdir(parents=True)
     hub.hashes_file().write_text("{")

@@ -283,7 +283,10 @@ def digest(path: Path) -> str:
         print(f"checking {path.name} ({human_size(stat.st_size)}), once", file=sys.stderr)
     found = sha256(real)
     recorded["files"][str(real)] = [stat.st_size, stat.st_mtime_ns, found]
-    write_aside(hashes_file(), json.dumps(recorded, indent=1) + "\n")
+    try:
+        write_aside(hashes_file(), json.dumps(recorded, indent=1) + "\n")
+    except OSError as error:  # only costs time: the next run reads the file again
+        print(f"note: {hashes_file()} is not kept ({error.strerror})", file=sys.stderr)
     return found
 
 
