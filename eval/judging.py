@@ -1,0 +1,64 @@
+"""Judge many images at once, on every core, so that the judge never keeps a GPU waiting.
+
+    with Judge(workers=0) as judge:                  # 0: as many processes as there are cores
+        verdicts = judge(images, rows)
+
+The verdicts do not depend on the number of processes: each image is judged by itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from types import TracebackType
+
+from PIL.Image import Image
+
+from eval.geneval_rules import Row
+from eval.shapes import ShapesVerifier
+from eval.verdict import Verdict
+
+FEW = 64  # images, about a second for one process: less does not pay for starting others
+
+
+class Judge:
+    """The shapes verifier in a pool of processes, which start when the first large batch comes."""
+
+    def __init__(self, workers: int = 0):
+        """workers: processes; 0: one per core that this process may use, 1: none but this one."""
+        self.workers = workers or cores()
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __call__(self, images: Sequence[Image], rows: Sequence[Row]) -> list[Verdict]:
+        """One verdict per image and row, in their order. Errors: as `ShapesVerifier.score`."""
+        if self.workers == 1 or (self._pool is None and len(images) < FEW):
+            return ShapesVerifier().score(images, rows)
+        if self._pool is None:
+            # "spawn": a process that was forked from one that uses a GPU may hang
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self.workers, mp_context=context)
+        chunk = max(1, len(images) // (4 * self.workers))
+        return list(self._pool.map(judge_one, images, rows, chunksize=chunk))
+
+    def __enter__(self) -> Judge:
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def cores() -> int:
+    """The cores that this process may use (all of them where the system does not say)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def judge_one(image: Image, row: Row) -> Verdict:
+    """One image, in a process of the pool."""
+    return ShapesVerifier().score([image], [row])[0]
