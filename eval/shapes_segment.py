@@ -22,7 +22,7 @@ from umm_reflect.shapes.scene import COLORS, PALETTE
 PALETTE_RGB = np.array([PALETTE[c] for c in COLORS], np.float32)
 
 CONTRAST = 36.0  # RGB distance from the background above which a pixel belongs to something
-CLEAR_CONTRAST = 60.0  # what the inside of a blob must reach; fainter blobs are ghosts
+CLEAR_CONTRAST = 50.0  # what the inside of a blob must reach; fainter blobs are ghosts
 PURE = 45.0  # RGB distance to a palette colour within which a pixel is purely of it
 FOREIGN = 62.0  # distance of a blob's inside to the nearest palette colour: above it has none
 SPECK = 10  # pixels; anything smaller is no object

@@ -17,42 +17,40 @@ from eval.shapes_segment import Blob
 from eval.shapes_templates import Match, match
 
 _SMALLEST = 50.0  # pixels that a shape covers at least
-_STRICTNESS = (
-    0.6  # a piece must fit better than a whole shape: wrong cuts look a little like shapes
-)
 _NARROW = 0.8  # a cut may be as long as this share of the smaller piece's root of the area
-_THIN = 0.5  # the same for a cut that frees one good shape from a rest that is none
+_THIN = 0.5  # up to this share a cut is thin
+_MISMATCH_THIN = 0.032  # what both pieces of a thin cut may have at most,
+_MISMATCH_WIDE = 0.018  # and of a wider one: halves of a broken triangle look like triangles
 _DIRECTIONS = np.deg2rad(np.arange(0.0, 180.0, 5.0))
 _BIN = 0.5  # pixels
-_CANDIDATES = 12
+_CANDIDATES = 18
 _DEPTH = 2  # cuts; a blob of three shapes needs two
 
 
-def touching(blob: Blob, mismatch: float, depth: int = _DEPTH) -> list[tuple[Blob, Match]]:
+def touching(blob: Blob, depth: int = _DEPTH) -> list[tuple[Blob, Match]]:
     """The shapes that a blob is made of, [] if it cannot be cut into shapes.
 
-    mismatch: what a shape on its own may have at most. depth: how many cuts there may be. Where a
-    narrow cut frees one good shape only, that shape and the rest (which fits no kind) come back.
+    depth: how many cuts there may be. Where a thin cut frees one good shape only, that shape and
+    the rest, which fits no kind, come back.
     """
-    most = _STRICTNESS * mismatch
     cuts = []
     for angle, offset, neck in _narrow_places(blob.coverage):
         cuts.append(_Cut.along(blob, angle, offset, neck))
-        if cuts[-1].worse <= most / 2:
+        if cuts[-1].worse <= cuts[-1].limit / 2:
             return cuts[-1].pieces
     if not cuts:
         return []
-    best = min(cuts, key=lambda cut: cut.worse)
-    if most < best.worse <= 2 * most:
-        best = _refined(blob, best)
-    if best.worse <= most:
-        return best.pieces
+    cuts.sort(key=lambda cut: cut.worse / cut.limit)
+    for cut in cuts[:2]:
+        best = _refined(blob, cut) if cut.limit < cut.worse <= 3 * cut.limit else cut
+        if best.worse <= best.limit:
+            return best.pieces
     cuts.sort(key=lambda cut: cut.better)
     if depth > 1:
         for cut in cuts[:3]:
-            if cut.better <= most and (rest := touching(cut.pieces[1][0], mismatch, depth - 1)):
+            if cut.better <= cut.limit and (rest := touching(cut.pieces[1][0], depth - 1)):
                 return [cut.pieces[0], *rest]
-    clean = [cut for cut in cuts if cut.better <= most / 2 and cut.neck <= _THIN]
+    clean = [cut for cut in cuts if cut.better <= _MISMATCH_THIN / 2 and cut.neck <= _THIN]
     return clean[0].pieces if clean else []
 
 
@@ -70,6 +68,10 @@ class _Cut:
         sides = [_side(blob, angle, offset, way) for way in (1.0, -1.0)]
         fits = [(side, match(side.coverage)) for side in sides]
         return cls(angle, offset, neck, sorted(fits, key=lambda piece: piece[1].mismatch))
+
+    @property
+    def limit(self) -> float:
+        return _MISMATCH_THIN if self.neck <= _THIN else _MISMATCH_WIDE
 
     @property
     def better(self) -> float:
@@ -119,12 +121,12 @@ def _narrow_places(coverage: np.ndarray) -> list[tuple[float, float, float]]:
     share = np.where(smaller > _SMALLEST, width / np.sqrt(np.maximum(smaller, 1)), np.inf)
 
     places: list[tuple[float, float, float]] = []
-    for flat in np.argsort(share, axis=None)[: 40 * _CANDIDATES]:
+    for flat in np.argsort(share, axis=None)[: 60 * _CANDIDATES]:
         d, b = divmod(int(flat), count)
         if share[d, b] > _NARROW or len(places) == _CANDIDATES:
             break
         angle, offset = float(_DIRECTIONS[d]), start + b * _BIN
-        if not any(abs(angle - a) < 0.13 and abs(offset - o) < 1.2 for a, o, _ in places):
+        if not any(abs(angle - a) < 0.13 and abs(offset - o) < 2.2 for a, o, _ in places):
             places.append((angle, offset, float(share[d, b])))
     return places
 

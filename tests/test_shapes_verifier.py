@@ -4,19 +4,30 @@ python -m pytest tests/test_shapes_verifier.py
 """
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
+from scipy import ndimage
 
 from eval.geneval_rules import MALFORMED, relations_of
 from eval.shapes import ShapesVerifier, main
 from eval.shapes_selftest import cases, degrade, measure
 from umm_reflect.shapes.prompts import clause, plain_row, position_row
 from umm_reflect.shapes.render import render
-from umm_reflect.shapes.scene import COLORS, KINDS, PALETTE, Background, Scene, Shape, relations
+from umm_reflect.shapes.scene import (
+    COLORS,
+    KINDS,
+    MAX_ROTATION,
+    PALETTE,
+    Background,
+    Scene,
+    Shape,
+    relations,
+)
 
 NANO = Path(__file__).resolve().parent.parent / "pretrained" / "bagel-nano-shapes"
 GREY = Background("plain", (174, 174, 174))
@@ -63,15 +74,18 @@ def test_verdicts_on_degraded_scenes_are_exact_to_one_in_a_hundred(thousand):
 if (NANO / "ae.safetensors").is_file():
 
     def test_verdicts_after_the_vae_round_trip_are_exact_to_one_in_a_hundred(thousand):
-        from umm_reflect.autoencoder import AutoEncoder
-        from umm_reflect.checkpoint import load_autoencoder
+        import torch
+
+        from umm_reflect.checkpoint import load_vae
+        from umm_reflect.config import BagelConfig
         from umm_reflect.images import to_pil, to_tensor
 
-        vae: AutoEncoder = load_autoencoder(NANO)
+        config = BagelConfig.from_folder(NANO)
+        vae = load_vae(NANO, config, device=torch.device("cpu"), dtype=torch.float32)
 
+        @torch.no_grad()
         def round_trip(image, _number):
-            pixels = vae.decode(vae.encode(to_tensor(image)[None]))[0]
-            return to_pil(pixels.float())
+            return to_pil(vae.decode(vae.encode(to_tensor(image)[None]))[0])
 
         result = measure(thousand[:400], round_trip)
         assert result["false_positives"] <= 0.01, result["examples"]
@@ -96,6 +110,36 @@ def test_boxes_are_right_to_half_a_pixel():
     circle = next(d for d in read(RED_CIRCLE, BLUE_SQUARE) if d.kind == "circle")
     assert circle.box == pytest.approx((12.8, 19.2, 51.2, 57.6), abs=0.5)
     assert circle.area == pytest.approx(np.pi * 19.2**2, rel=0.03)
+
+
+def wobbled(image, seed, strength):
+    """The image with every pixel taken from about `strength` pixels away, smoothly varying."""
+    rng = np.random.default_rng(seed)
+    shifts = [ndimage.gaussian_filter(rng.normal(size=(128, 128)), 5) for _ in range(2)]
+    places = [
+        at + strength * s / s.std() for at, s in zip(np.mgrid[:128, :128], shifts, strict=True)
+    ]
+    pixels = np.asarray(image, np.float32)
+    moved = [
+        ndimage.map_coordinates(pixels[..., c], places, order=1, mode="nearest") for c in range(3)
+    ]
+    return Image.fromarray(np.rint(np.stack(moved, -1)).astype(np.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slightly_wobbly_outline_keeps_its_kind_and_a_cut_out_wedge_loses_it(kind):
+    for seed, size in enumerate(np.linspace(0.16, 0.4, 10)):
+        whole = Shape(kind, COLORS[seed], 0.5, 0.5, float(size), MAX_ROTATION[kind] * seed / 10)
+        for shape, read_as in ((whole, kind), (replace(whole, broken=0.25), MALFORMED)):
+            image = degrade(wobbled(render(Scene((shape,), GREY)), seed, 0.5), seed)
+            assert seen(ShapesVerifier().read(image)) == [(read_as, shape.color)]
+
+
+def test_shapes_on_the_tint_nearest_to_their_colour_are_read():
+    for seed, color in enumerate(COLORS):
+        tint = tuple(min(max(c, 150), 190) for c in PALETTE[color])
+        scene = Scene((Shape("moon", color, 0.5, 0.5, 0.16),), Background("texture", tint, seed))
+        assert seen(ShapesVerifier().read(degrade(render(scene), seed))) == [("moon", color)]
 
 
 def test_an_empty_picture_holds_nothing():
@@ -214,8 +258,6 @@ def test_relations_read_from_pixels_are_those_of_the_scene(thousand):
 
 def is_clear_case(a, b):
     """Whether half a pixel either way would not change the relations of two shapes."""
-    from dataclasses import replace
-
     nudge = partial(replace, a)
     moved = [
         relations(nudge(x=a.x + dx, y=a.y + dy), b)
