@@ -102,7 +102,10 @@ def test_pip_gets_the_arguments_that_a_person_adds(checkout):
 FAILURES = {
     "disk": ("ERROR: [Errno 28] No space left on device", "The disk is full"),
     "network": ("WARNING: Retrying after: connection broken", "The package index was not reached"),
-    "version": ("ERROR: No matching distribution found for torch", "A package has no build for this Python"),
+    "version": (
+        "ERROR: No matching distribution found for torch",
+        "A package has no build for this Python",
+    ),
     "other": ("Starting new HTTPS connection\nERROR: something else", "the whole log is"),
 }
 
