@@ -156,7 +156,7 @@ def evaluate(config: EvalConfig, run: Run, make_policy: MakePolicy) -> Report:
             _keep_traces(config, run, zip(trajectories, results, strict=True), file.results, fresh)
             file.append(fresh)
             _note_times(folder / TIMING, batch, results, times)
-            progress.show(batch[0], results, times["generate"] + times["judge"])
+            progress.show(batch[0], fresh, times["generate"] + times["judge"])
         results = list(file.results)
     report = report_of(results, config.max_rounds)
     _write_json(folder / SUMMARY, _summary(config, run, report))

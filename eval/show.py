@@ -11,7 +11,7 @@ from rich.table import Table
 from eval.report import Estimate, Report, SetReport
 from eval.results import Result, Sample
 
-TABLE_WIDTH = 100  # characters; less would cut figures off
+TABLE_WIDTH = 104  # characters; less would cut figures off
 LINES = (  # under each table: (what, figure, ...)
     ("form kept", "protocol_valid", "mean edits", "mean_edits"),
     ("looks at right images that say done", "look_on_right"),
@@ -76,7 +76,7 @@ class Progress:
         self.done += count
 
     def show(self, first: Sample, results: Sequence[Result], seconds: float) -> None:
-        self.done = min(self.total, self.done + len(results))
+        self.done += len(results)
         self._made, self._seconds = self._made + len(results), self._seconds + seconds
         left = (self.total - self.done) * self._seconds / self._made
         right = [sum(r.correct_at(0) for r in results), sum(r.correct for r in results)]
