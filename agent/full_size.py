@@ -206,9 +206,8 @@ def run_reflect(config: Config, bagel: Bagel, watch: Stopwatch) -> tuple[Traject
     from agent.loop import run_episodes
     from agent.policy import BagelPolicy, ForcedTurns
     from agent.types import RELEASE, StopReason
-    from umm_reflect.hub import profile
 
-    policy = BagelPolicy(bagel, profile(config.folder))
+    policy = BagelPolicy(bagel, run_profile(config))
     forced = ForcedTurns(policy, config.turn_tokens)
     count = {"turn": 0, "picture": -1}
 
@@ -250,9 +249,8 @@ def denoising_step(
     from torch.utils.flop_counter import FlopCounterMode
 
     from umm_reflect.draw import Denoiser, DrawRequest
-    from umm_reflect.hub import profile
 
-    settings = profile(config.folder).edit
+    settings = run_profile(config).edit
     view = trajectory.steps[-1].transition.view
     size = trajectory.images[-1].size[::-1]
     noise = torch.Generator().manual_seed(config.seed)

@@ -61,7 +61,7 @@ def write_random_checkpoint(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        make = RandomTensors(shape, device, seed)
+        make = RandomTensors(device, seed)
         write_safetensors(aside / "ema.safetensors", weights, "BF16", make)
         write_safetensors(aside / "ae.safetensors", vae, "F32", make)
         shape.to_files(aside, bos_token_id=tokens.pad, eos_token_id=tokens.end)
@@ -105,10 +105,10 @@ def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
 class RandomTensors:
     """Weights under which activations stay near one: standard deviation 1 / sqrt(fan-in)."""
 
-    def __init__(self, shape: BagelConfig, device: torch.device, seed: int):
+    def __init__(self, device: torch.device, seed: int):
         import torch
 
-        self.shape, self.device = shape, device
+        self.device = device
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
