@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from sft.shapes_data import RowStore, ShardPlan, load_store, make_shards
+from sft.shapes_data import SIZE, VIT_SIZE, RowStore, ShardPlan, load_store, make_shards
 from sft.vae import noticed_signals, read_vae_config
 from umm_reflect.checkpoint import (
     attach_tokens,
@@ -37,9 +37,11 @@ from umm_reflect.checkpoint import (
 from umm_reflect.config import NANO
 from umm_reflect.errors import UserError
 from umm_reflect.files import write_aside
-from umm_reflect.flow import flow_matching_errors, shift_times
-from umm_reflect.model import Bagel
+from umm_reflect.flow import DrawSettings, flow_matching_errors, shift_times
+from umm_reflect.images import mended_transforms
+from umm_reflect.model import Bagel, compile_operations
 from umm_reflect.packing import PackedBatch, training_forward
+from umm_reflect.profile import ReflectionProfile, SaySettings, save_profile
 from umm_reflect.tokens import Tokens
 
 SYSTEM_PROMPT = "You draw shapes, look at the picture and correct it until it is right."
@@ -83,11 +85,12 @@ class Config:
     warmup: int = 200
     decay: float = 0.35
     ema: float = 0.998
+    compile: bool = False
     log_every: int = 100
     save_every: float = 150.0
     timestep_shift: float = 2.0
-    draw_shards: int = 70
-    look_shards: int = 100
+    draw_shards: int = 45
+    look_shards: int = 70
     shard_pictures: int = 4000
     shard_trajectories: int = 1000
     workers: int = 0
@@ -132,6 +135,21 @@ def load_trained_vae(folder: Path, device: torch.device, dtype: torch.dtype) -> 
     """The autoencoder that `sft.vae` wrote, with its own latent scale and shift."""
     config = replace(NANO, vae=read_vae_config(folder))
     return load_vae(folder, config, device=device, dtype=dtype)
+
+
+def nano_profile() -> ReflectionProfile:
+    """How the nano checkpoints are run: no guidance, 24 steps, short turns."""
+    settings = DrawSettings(points=25, timestep_shift=2.0, text_scale=1.0, image_scale=1.0)
+    return ReflectionProfile(
+        layout="rl",
+        edit_view="local",
+        system_prompt=SYSTEM_PROMPT,
+        transforms=mended_transforms(vae=(SIZE, SIZE, 16), vit=(VIT_SIZE, VIT_SIZE, 14)),
+        size=(SIZE, SIZE),
+        first=settings,
+        edit=settings,
+        say=SaySettings(temperature=0.3, max_tokens=160, max_rounds=3),
+    )
 
 
 class Losses:
@@ -252,6 +270,8 @@ def train(config: Config) -> Path:
         f"images encoded: {time.time() - began:.0f} s; {len(stores[0])} draw rows, {len(stores[1])} look rows"
     )
 
+    if config.compile:
+        compile_operations()
     optimizer = Optimizer(
         list(bagel.named_parameters()),
         muon_lr=config.muon_lr,
@@ -270,6 +290,7 @@ def train(config: Config) -> Path:
     log.log(steps, **result)
     print("  ".join(f"{name} {value:.4f}" for name, value in result.items()))
     folder = save(bagel, out / "checkpoint")
+    save_profile(nano_profile(), folder)
     sample_sheet(bagel, out / "samples.png")
     plot_curves(out / "metrics.jsonl", out / "curve.png", CURVES)
     return folder
@@ -353,7 +374,7 @@ def sample_sheet(bagel: Bagel, path: Path, count: int = 24) -> None:
     from PIL import Image, ImageDraw
 
     from umm_reflect.context import Context
-    from umm_reflect.generate import DrawRequest, DrawSettings, Engine, draw
+    from umm_reflect.generate import DrawRequest, Engine, draw
     from umm_reflect.rng import stream
     from umm_reflect.shapes.sampler import sample_row
 
@@ -369,8 +390,7 @@ def sample_sheet(bagel: Bagel, path: Path, count: int = 24) -> None:
         )
         for i, prompt in enumerate(prompts)
     ]
-    settings = DrawSettings(points=25, timestep_shift=2.0, text_scale=1.0, image_scale=1.0)
-    drawn = draw(Engine(bagel.eval()), requests, settings)
+    drawn = draw(Engine(bagel.eval()), requests, nano_profile().first)
     sheet = Image.new("RGB", (6 * 200, (count + 5) // 6 * 230), "white")
     pen = ImageDraw.Draw(sheet)
     for i, (prompt, picture) in enumerate(zip(prompts, drawn, strict=True)):

@@ -206,8 +206,9 @@ def make_shard(plan: ShardPlan) -> Path:
         arrays[name] = _padded(ids, slots, -1)
     arrays["patch_BV"] = _padded([row.patch_U for row in rows], size[2], -1)
     images = np.stack([np.asarray(render(scene, SIZE)) for scene in layout.scenes])
+    np.save(plan.path.with_suffix(".npy"), images)
     aside = plan.path.with_suffix(".writing.npz")
-    np.savez(aside, images=images, **arrays)
+    np.savez(aside, **arrays)
     os.replace(aside, plan.path)
     return plan.path
 
@@ -296,11 +297,9 @@ def load_store(
     offset = 0
     generator = torch.Generator().manual_seed(0)
     for path in paths:
+        images = torch.from_numpy(np.load(path.with_suffix(".npy"), mmap_mode="c"))
         with np.load(path) as shard:
-            images = torch.from_numpy(shard["images"])
             for name in shard.files:
-                if name == "images":
-                    continue
                 values = torch.from_numpy(shard[name])
                 if name in ("vae_BI", "vit_BI"):
                     values = torch.where(values >= 0, values + offset, values)

@@ -177,8 +177,7 @@ def load_vae(
     with torch.device("meta"):
         vae = AutoEncoder(vae_config)
     fill(vae, files, shapes, device=device, dtype=dtype)
-    # convolutions run up to twice as fast so on a CPU
-    return vae.eval().to(memory_format=torch.channels_last)
+    return vae.eval()
 
 
 def empty_bagel(config: BagelConfig) -> Bagel:

@@ -237,7 +237,7 @@ class _Decoder:
     def drop(self, places: Sequence[int]) -> None:
         """Rows that have finished leave the batch."""
         gone = set(places)
-        keep = [i for i in range(len(self.live)) if i not in gone]
+        keep = [i for i in range(len(self.lengths)) if i not in gone]
         self.lengths = [self.lengths[i] for i in keep]
         self.positions = [self.positions[i] for i in keep]
         self.workspace = self.workspace.rows(keep)
