@@ -85,10 +85,10 @@ class Config:
     """Side of the pictures in pixels."""
     channels: int = NANO.vae.ch
     """Width of the finest level; the others are multiples of it."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: for all convolutions but the first and last ones."""
-    adamw_lr: float = 1e-3
-    muon_lr: float = 0.02
+    optimizer: Literal["adamw", "muon"] = "muon"
+    """muon: for all convolutions but the first and last ones; adamw: for everything."""
+    adamw_lr: float = 2e-3
+    muon_lr: float = 0.01
     warmup: int = 100
     """Steps of the linear warm-up."""
     decay_fraction: float = 0.7

@@ -140,12 +140,12 @@ def test_a_run_that_sigterm_ended_continues_to_the_same_bits(tmp_path, monkeypat
 
 
 def test_a_repeat_is_equal_and_another_seed_is_not(tmp_path):
-    runs = {"a": {}, "b": {}, "other": {"seed": 1}, "muon": {"optimizer": "muon"}}
+    runs = {"a": {}, "b": {}, "other": {"seed": 1}, "adamw": {"optimizer": "adamw"}}
     for name, changes in runs.items():
         assert program.run(config(tmp_path / name, max_steps=2, **changes)) == 0
     assert weights(tmp_path / "a") == weights(tmp_path / "b")
     assert weights(tmp_path / "a") != weights(tmp_path / "other")
-    assert weights(tmp_path / "a") != weights(tmp_path / "muon")
+    assert weights(tmp_path / "a") != weights(tmp_path / "adamw")
 
 
 def test_training_by_time_ends_at_its_time_and_lets_the_rate_fall(tmp_path):
