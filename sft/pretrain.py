@@ -1,7 +1,7 @@
 """Train the nano model on the shapes world: joint pre-training, then reflection fine-tuning, the same program.
 
-    python -m sft.pretrain --stage pretrain --output-dir out/pretrain --tokenizer out/tokenizer --vae out/vae
-    python -m sft.pretrain --stage reflect --init out/pretrain --output-dir out/reflect ...
+    python -m sft.pretrain --output-dir out/pretrain --tokenizer out/tokenizer --vae out/vae
+    python -m sft.pretrain --init out/pretrain/checkpoint --output-dir out/reflect ...
 
 One process; the losses, layout and packing are those of every other model. A step is one CUDA graph on a GPU: rows by
 lot, forward and backward of `draw` and `look` rows, one update of all weights. Data is drawn on all cores first (and
@@ -11,13 +11,14 @@ weights; `--resume` goes on from the last state.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import safe_open
@@ -59,7 +60,7 @@ METRICS = ("draw_flow", "edit_flow", "ce", "token_accuracy", "decision_accuracy"
 
 @dataclass(frozen=True)
 class Config:
-    """stage: names the run. init: checkpoint folder to start from. seconds, max_steps: whichever comes first.
+    """init: checkpoint folder to start from. seconds, max_steps: whichever comes first.
 
     draw_rows, look_rows: rows of each kind in a step. *_weight: of the losses (the first picture's has weight 1).
     draw_shards and look_shards of 4,000 pictures and 1,000 trajectories are drawn; the last look shard is held out.
@@ -69,7 +70,7 @@ class Config:
     tokenizer: str
     vae: str
     data: str = "outputs/nano/data"
-    stage: Literal["pretrain", "reflect"] = "pretrain"
+    collected: str | None = None
     init: str | None = None
     resume: bool = False
     seconds: float = 420.0
@@ -78,6 +79,7 @@ class Config:
     device: str = "auto"
     draw_rows: int = 160
     look_rows: int = 32
+    own_rows: int = 0
     edit_weight: float = 0.7
     text_weight: float = 0.5
     muon_lr: float = 0.02
@@ -98,6 +100,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.look_shards < 2:
             raise ValueError(f"look_shards is {self.look_shards}; give at least 2, one is held out")
+        if (self.own_rows > 0) != (self.collected is not None):
+            raise ValueError("own_rows and collected (a folder of eval.collect) go together")
         if not 0 <= self.decay <= 1:
             raise ValueError(
                 f"decay is {self.decay}; give the share of the run that decays, 0 to 1"
@@ -105,10 +109,15 @@ class Config:
 
 
 def plans(config: Config, kind: str) -> list[ShardPlan]:
-    count = config.draw_shards if kind == "draw" else config.look_shards
-    size = config.shard_pictures if kind == "draw" else config.shard_trajectories
+    collected, count = "", config.look_shards
+    size = config.shard_trajectories
+    if kind == "draw":
+        count, size = config.draw_shards, config.shard_pictures
+    elif kind == "own":
+        lines = (Path(config.collected) / "records.jsonl").read_text(encoding="utf-8").count("\n")
+        collected, count = config.collected, -(-lines // size)
     return [
-        ShardPlan(kind, seed, size, config.tokenizer, SYSTEM_PROMPT, config.data)
+        ShardPlan(kind, seed, size, config.tokenizer, SYSTEM_PROMPT, config.data, collected)
         for seed in range(count)
     ]
 
@@ -166,11 +175,11 @@ class Losses:
             total = total + seen["draw_flow"]
         seen["edit_flow"], out = self._forward(bagel, look)
         weight = look.weight_S
-        seen["ce"] = (out.ce_S * weight).sum() / weight.sum()
+        seen["ce"] = (out.ce_S * weight).sum() / weight.sum().clamp(min=1)
         total = total + config.edit_weight * seen["edit_flow"] + config.text_weight * seen["ce"]
         right = out.right_S.float()
-        seen["token_accuracy"] = (right * (weight > 0)).sum() / (weight > 0).sum()
-        seen["decision_accuracy"] = (right * (weight > 1)).sum() / (weight > 1).sum()
+        seen["token_accuracy"] = (right * (weight > 0)).sum() / (weight > 0).sum().clamp(min=1)
+        seen["decision_accuracy"] = (right * (weight > 1)).sum() / (weight > 1).sum().clamp(min=1)
         zero = total.new_zeros(())
         self.sums += torch.stack([seen.get(name, zero).detach().float() for name in METRICS])
         return total
@@ -197,12 +206,16 @@ def make_step(bagel: Bagel, optimizer, losses: Losses, stores, config: Config, d
     draw_store, look_store = stores
     scale = torch.zeros((), device=device)
 
-    def pick(store: RowStore, rows: int) -> PackedBatch:
-        return store.batch(torch.randint(len(store), (rows,), device=device))
+    def lot(low: int, high: int, rows: int) -> Tensor:
+        return torch.randint(low, high, (rows,), device=device)
 
     def step() -> None:
-        draw = pick(draw_store, config.draw_rows) if config.draw_rows else None
-        loss = losses(bagel, draw, pick(look_store, config.look_rows))
+        draw = draw_store.batch(lot(0, len(draw_store), config.draw_rows))
+        others = len(look_store) - look_store.own
+        rows = lot(0, others, config.look_rows)
+        if config.own_rows:
+            rows = torch.cat([rows, lot(others, len(look_store), config.own_rows)])
+        loss = losses(bagel, draw, look_store.batch(rows))
         loss.backward()
         optimizer.step(scale)
         optimizer.zero_grad()
@@ -240,18 +253,20 @@ def train(config: Config) -> Path:
     from umm_reflect.training.metrics import MetricsLog, plot_curves
     from umm_reflect.training.optim import Optimizer
 
-    device = resolve_device(config.device)
-    dtype = resolve_dtype("auto", device)
     out = Path(config.output_dir)
     out.mkdir(parents=True, exist_ok=True)
     log = MetricsLog(out)
     began = time.time()
     workers = config.workers or max(1, (os.cpu_count() or 2) - 1)
-    draw_paths = make_shards(plans(config, "draw"), workers)
-    look_paths = make_shards(plans(config, "look"), workers)
-    print(f"data: {time.time() - began:.0f} s on {workers} cores")
+    pool = ProcessPoolExecutor(workers)  # before the GPU is touched: the workers are forks
+    draw_paths = make_shards(plans(config, "draw"), pool)
+    *look_plans, test_plan = plans(config, "look")
+    look_paths = make_shards(look_plans, pool)
+    own_paths = make_shards(plans(config, "own"), pool) if config.collected else iter(())
+    test_paths = make_shards([test_plan], pool)
 
-    began = time.time()
+    device = resolve_device(config.device)
+    dtype = resolve_dtype("auto", device)
     vae = load_trained_vae(Path(config.vae), device, dtype)
     if config.init:
         bagel = load_model(Path(config.init), device=device, dtype=dtype)
@@ -263,12 +278,11 @@ def train(config: Config) -> Path:
         p.requires_grad_(True)
     stores = (
         load_store(draw_paths, "draw", vae, device),
-        load_store(look_paths[:-1], "look", vae, device),
+        load_store(itertools.chain(look_paths, own_paths), "look", vae, device),
     )
-    test = load_store(look_paths[-1:], "look", vae, device)
-    print(
-        f"images encoded: {time.time() - began:.0f} s; {len(stores[0])} draw rows, {len(stores[1])} look rows"
-    )
+    test = load_store(test_paths, "look", vae, device)
+    pool.shutdown()
+    print(f"data drawn on {workers} cores and encoded in {time.time() - began:.0f} s", flush=True)
 
     if config.compile:
         compile_operations()

@@ -1,10 +1,11 @@
 """The shapes world as packed training rows: worker processes draw, lay out and pack; a store holds the rows.
 
-Two kinds of rows, each of one fixed size, so that a training step has static shapes:
+Three kinds of rows, each of one fixed size, so that a training step has static shapes:
 - `draw` rows: one text-to-image example each, under the prompt alone (local view), under system prompt and
   prompt (full view), or under nothing (for guidance).
 - `look` rows: bins of whole trajectories (CE on every turn, flow matching on every faithful image, in the running
   context) and of single edits in the local view, some of them with a condition left out.
+- `own` rows: bins of looks at the model's own first images, which `eval.collect` drew and judged (CE only).
 
     shards = make_shards(plan, folder)            # on all cores
     store = load_store(shards, "look", vae, device)
@@ -13,10 +14,11 @@ Two kinds of rows, each of one fixed size, so that a training step has static sh
 
 from __future__ import annotations
 
+import json
 import os
 import random
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +28,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from agent.protocol import canonical
 from agent.types import Seen
 from agent.views import edit_view, first_image_view, reflect_view
-from sft.shapes import ShapesTrajectory, make_trajectory, turns
+from sft.shapes import ShapesTrajectory, make_trajectory, reflect, scene_of, turns
+from sft.shapes_ops import Crowded
 from umm_reflect.config import NANO
 from umm_reflect.context import Context, ImageSegment, TextSegment
 from umm_reflect.layout import Frame
@@ -42,12 +46,12 @@ from umm_reflect.tokens import Tokens
 SIZE, VIT_SIZE = 128, 112
 IMAGE_TOKENS = 64
 # Tokens a row: (understanding, generation, patches). One image is 64 latents and 64 patches.
-DRAW_ROW = (64, 64, 0)
+DRAW_ROW = (48, 64, 0)
 LOOK_ROW = (512, 384, 256)
 # How often a condition is left out, so that guidance has something to steer away from.
 NO_PROMPT, NO_TEXT, NO_IMAGE = 0.1, 0.08, 0.08
-FULL_VIEW = 0.5  # of the draw rows
-HARD_DRAW, HARD_LOOK = 0.12, 0.2
+FULL_VIEW = 0.25  # of the draw rows
+HARD_DRAW, HARD_LOOK = 0.06, 0.2
 EDITING = 0.2  # of the trajectories
 # Weights of a turn's tokens: what the loop writes is not learned, the decision counts more.
 SCORE_WEIGHT, ACTION_WEIGHT = 4.0, 4.0
@@ -63,6 +67,7 @@ class ShardPlan:
     tokenizer: str
     system_prompt: str
     folder: str
+    collected: str = ""
 
     @property
     def path(self) -> Path:
@@ -77,12 +82,12 @@ class _Layout:
         t = self.tokens
         self.frame = Frame(t.start, t.end, t.image_start, t.image_end)
         self.system = t.segment(plan.system_prompt) if plan.system_prompt else None
-        self.scenes: list[Scene] = []
+        self.scenes: list[Scene | np.ndarray] = []
         self.index_of: dict[int, int] = {}
         self.keep: list[ImageSegment] = []
 
-    def image(self, scene: Scene) -> ImageSegment:
-        """A stand-in of the right size; the pixels come from the table."""
+    def image(self, scene: Scene | np.ndarray) -> ImageSegment:
+        """A stand-in of the right size; the pixels (of a scene, or given) come from the table."""
         segment = ImageSegment(
             latent=torch.empty(16, SIZE // 8, SIZE // 8, device="meta"),
             vit_pixels=torch.empty(3, VIT_SIZE, VIT_SIZE, device="meta"),
@@ -141,6 +146,28 @@ class _Layout:
         elif left_out < (NO_TEXT + NO_IMAGE) / 2:
             yield self.pieces(edit_view(seen, "full").image_uncond, target)
 
+    def own_example(
+        self, record: dict, pixels: np.ndarray, rng: random.Random
+    ) -> list[Piece] | None:
+        """A true look at one of the model's own images; None where words and verdict disagree."""
+        scene = scene_of(record["verdict"]["evidence"]["detections"], pixels.shape[1])
+        if scene is None:
+            return None
+        try:
+            reflection, _ = reflect(record["row"], scene, rng)
+        except Crowded:
+            return None
+        if (reflection.action == "done") != record["verdict"]["correct"]:
+            return None
+        seen = Seen(self.system, self.tokens.segment(record["prompt"]), editing=False)
+        seen = seen.with_image(self.image(pixels))
+        turn = TextSegment(tuple(self.tokens.encode(canonical(reflection, 0, "Image #0"))))
+        weights = self._weights(turn)
+        return [
+            *self.pieces(reflect_view(seen)),
+            Piece(turn, learn=True, weights=weights),
+        ]
+
     def _whole(self, trajectory: ShapesTrajectory, seen: Seen) -> list[Piece]:
         """Every turn scored; before each faithful image its noised copy, hidden from what follows."""
         editing = trajectory.source is not None
@@ -182,19 +209,19 @@ def make_shard(plan: ShardPlan) -> Path:
     rng = random.Random(f"{plan.kind} {plan.seed}")
     layout = _Layout(plan)
     if plan.kind == "draw":
-        bins, size = [[layout.draw_example(rng)] for _ in range(plan.count)], DRAW_ROW
-    else:
+        size, examples = DRAW_ROW, [layout.draw_example(rng) for _ in range(plan.count)]
+    elif plan.kind == "look":
         size = LOOK_ROW
-        examples, sizes = [], []
-        for _ in range(plan.count):
-            for example in layout.look_examples(rng):
-                packed = pack_row([example], layout.frame, NANO).sizes
-                if all(p <= s for p, s in zip(packed, size, strict=True)):
-                    examples.append(example)
-                    sizes.append(packed)
-        bins = [[examples[i] for i in members] for members in fill_bins(sizes, size)]
-    rows = [pack_row(members, layout.frame, NANO) for members in bins]
-    rows = [row for row in rows if all(a <= b for a, b in zip(row.sizes, size, strict=True))]
+        examples = [e for _ in range(plan.count) for e in layout.look_examples(rng)]
+    else:
+        size, examples = LOOK_ROW, own_examples(layout, plan, rng)
+    packed = [pack_row([example], layout.frame, NANO).sizes for example in examples]
+    fits = [i for i, p in enumerate(packed) if all(a <= b for a, b in zip(p, size, strict=True))]
+    if plan.kind == "draw":
+        bins = [[i] for i in fits]
+    else:
+        bins = [[fits[k] for k in b] for b in fill_bins([packed[i] for i in fits], size)]
+    rows = [pack_row([examples[i] for i in members], layout.frame, NANO) for members in bins]
     arrays = {name: t.numpy() for name, t in stack_rows(rows, size[:2]).items()}
     scored = max(int((row.label_U != NO_LABEL).sum()) for row in rows)
     arrays["score_BS"] = _padded([np.flatnonzero(r.label_U != NO_LABEL) for r in rows], scored, -1)
@@ -205,12 +232,30 @@ def make_shard(plan: ShardPlan) -> Path:
         ids = [[layout.index_of[id(i)] for i in getattr(row, attribute)] for row in rows]
         arrays[name] = _padded(ids, slots, -1)
     arrays["patch_BV"] = _padded([row.patch_U for row in rows], size[2], -1)
-    images = np.stack([np.asarray(render(scene, SIZE)) for scene in layout.scenes])
+    arrays["left_out"] = np.full(len(rows), len(examples) - len(fits), np.int32)
+    images = np.stack(
+        [s if isinstance(s, np.ndarray) else np.asarray(render(s, SIZE)) for s in layout.scenes]
+    )
     np.save(plan.path.with_suffix(".npy"), images)
     aside = plan.path.with_suffix(".writing.npz")
     np.savez(aside, **arrays)
     os.replace(aside, plan.path)
     return plan.path
+
+
+def own_examples(layout: _Layout, plan: ShardPlan, rng: random.Random) -> list[list[Piece]]:
+    """Looks at this shard's part of the collected images; those of wrong images twice."""
+    folder = Path(plan.collected)
+    lines = (folder / "records.jsonl").read_text(encoding="utf-8").splitlines()
+    images = np.load(folder / "images.npy", mmap_mode="r")
+    examples = []
+    for i in range(plan.seed * plan.count, min((plan.seed + 1) * plan.count, len(lines))):
+        record = json.loads(lines[i])
+        for _ in range(1 if record["verdict"]["correct"] else 2):
+            example = layout.own_example(record, np.asarray(images[i]), rng)
+            if example is not None:
+                examples.append(example)
+    return examples
 
 
 def _padded(rows: Sequence, width: int, fill: int) -> np.ndarray:
@@ -220,25 +265,25 @@ def _padded(rows: Sequence, width: int, fill: int) -> np.ndarray:
     return out
 
 
-def make_shards(plans: Sequence[ShardPlan], workers: int) -> list[Path]:
-    """All shards, several at a time; those that exist are kept."""
-    todo = [plan for plan in plans if not plan.path.exists()]
-    for plan in todo:
+def make_shards(plans: Sequence[ShardPlan], pool: Executor) -> Iterator[Path]:
+    """All shards in order as they get done, several at a time; those that exist are kept."""
+    for plan in plans:
         plan.path.parent.mkdir(parents=True, exist_ok=True)
-    if workers <= 1:
-        for plan in todo:
-            make_shard(plan)
-    else:
-        with ProcessPoolExecutor(workers) as pool:
-            list(pool.map(make_shard, todo))
-    return [plan.path for plan in plans]
+    todo = [plan for plan in plans if not plan.path.exists()]
+    waiting = pool.map(make_shard, todo)  # starts at once
+    return (plan.path if plan not in todo else next(waiting) for plan in plans)
 
 
 class RowStore:
-    """Rows of one kind on the device, with the latents and patches that they refer to."""
+    """Rows of one kind on the device, with the latents and patches that they refer to.
 
-    def __init__(self, kind: str, arrays: dict[str, Tensor], tables: dict[str, Tensor]):
-        self.kind, self.arrays, self.tables = kind, arrays, tables
+    own: how many rows at the end are looks at the model's own images.
+    """
+
+    def __init__(
+        self, kind: str, arrays: dict[str, Tensor], tables: dict[str, Tensor], own: int = 0
+    ):
+        self.kind, self.arrays, self.tables, self.own = kind, arrays, tables, own
         self.size = DRAW_ROW if kind == "draw" else LOOK_ROW
 
     def __len__(self) -> int:
@@ -286,7 +331,7 @@ class RowStore:
 
 @torch.inference_mode()
 def load_store(
-    paths: Sequence[Path], kind: str, vae, device: torch.device, *, own_pixels: float = 0.5
+    paths: Iterable[Path], kind: str, vae, device: torch.device, *, own_pixels: float = 0.5
 ) -> RowStore:
     """Rows of several shards with their images encoded by `vae`.
 
@@ -294,16 +339,17 @@ def load_store(
     """
     arrays: dict[str, list[Tensor]] = {}
     latents, conditions, patches = [], [], []
-    offset = 0
+    offset, counts = 0, []
     generator = torch.Generator().manual_seed(0)
     for path in paths:
         images = torch.from_numpy(np.load(path.with_suffix(".npy"), mmap_mode="c"))
         with np.load(path) as shard:
-            for name in shard.files:
+            for name in sorted(set(shard.files) - {"left_out"}):
                 values = torch.from_numpy(shard[name])
                 if name in ("vae_BI", "vit_BI"):
                     values = torch.where(values >= 0, values + offset, values)
                 arrays.setdefault(name, []).append(values)
+            counts.append((path.name, len(shard["ids_BU"]), int(shard["left_out"][0])))
         offset += len(images)
         for some in images.split(512):
             pixels = rearrange(some.to(device), "n h w c -> n c h w").float() / 127.5 - 1
@@ -312,19 +358,25 @@ def load_store(
             if kind == "draw":
                 continue
             again = (vae.decode(latent).clamp(-1, 1) * 127.5).round() / 127.5
-            use = (torch.rand(len(some), generator=generator) < own_pixels).to(device)
+            share = 0.0 if path.name.startswith("own") else own_pixels
+            use = (torch.rand(len(some), generator=generator) < share).to(device)
             pixels = torch.where(use[:, None, None, None], again, pixels)
             conditions.append(_tokens(vae.encode(pixels)))
             small = F.interpolate(pixels, VIT_SIZE, mode="bicubic", antialias=True)
             levels = (small.clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8)
             patches.append(rearrange(levels, "n c (h p) (w q) -> n (h w) (p q c)", p=14, q=14))
+    left_out = sum(n for _, _, n in counts)
+    print(
+        f"{kind}: {offset} images, {sum(n for _, n, _ in counts)} rows; {left_out} examples too long"
+    )
     width = max(t.shape[1] for t in arrays["score_BS"])
     arrays["score_BS"] = [F.pad(t, (0, width - t.shape[1]), value=-1) for t in arrays["score_BS"]]
     tables = {"latents": torch.cat(latents)}
     tables["conditions"] = torch.cat(conditions) if conditions else tables["latents"]
     if patches:
         tables["patches"] = torch.cat(patches)
-    return RowStore(kind, {n: torch.cat(t).to(device) for n, t in arrays.items()}, tables)
+    own = sum(rows for name, rows, _ in counts if name.startswith("own"))
+    return RowStore(kind, {n: torch.cat(t).to(device) for n, t in arrays.items()}, tables, own)
 
 
 def _tokens(latent: Tensor) -> Tensor:
