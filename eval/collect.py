@@ -2,8 +2,9 @@
 
     python -m eval.collect --model DIR --count 20000 --output-dir out/own
 
-Prompts are training prompts. Writes images.npy ([count, H, W, 3] uint8) and records.jsonl, one line an image: the
-prompt row, the words, the objects that the verifier read, and its verdict. `sft.shapes_data` turns them into looks.
+Prompts are training prompts. Writes images.npy ([count, H, W, 3] uint8) and records.jsonl, one
+line an image: the prompt row, the words, the objects that the verifier read, and its verdict.
+`sft.shapes_data` turns them into looks.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Train the nano model on the shapes world: joint pre-training, then reflection fine-tuning, the same program.
+"""Train the nano model on the shapes world: joint pre-training, then reflection fine-tuning, the
+same program.
 
     python -m sft.pretrain --output-dir out/pretrain --tokenizer out/tokenizer --vae out/vae
     python -m sft.pretrain --init out/pretrain/checkpoint --output-dir out/reflect ...
 
-One process; the losses, layout and packing are those of every other model. A step is one CUDA graph on a GPU: rows by
-lot, forward and backward of `draw` and `look` rows, one update of all weights. Data is drawn on all cores first (and
-kept), then lives on the device. Writes metrics.jsonl, curve.png, samples.png and a checkpoint folder of averaged
-weights; `--resume` goes on from the last state.
+One process; the losses, layout and packing are those of every other model. A step is one CUDA
+graph on a GPU: rows by lot, forward and backward of `draw` and `look` rows, one update of all
+weights. Data is drawn on all cores first (and kept), then lives on the device. Writes
+metrics.jsonl, curve.png, samples.png and a checkpoint folder of averaged weights; `--resume` goes
+on from the last state.
 """
 
 from __future__ import annotations
@@ -62,8 +64,9 @@ METRICS = ("draw_flow", "edit_flow", "ce", "token_accuracy", "decision_accuracy"
 class Config:
     """init: checkpoint folder to start from. seconds, max_steps: whichever comes first.
 
-    draw_rows, look_rows: rows of each kind in a step. *_weight: of the losses (the first picture's has weight 1).
-    draw_shards and look_shards of 4,000 pictures and 1,000 trajectories are drawn; the last look shard is held out.
+    draw_rows, look_rows: rows of each kind in a step. *_weight: of the losses (the first picture's
+    has weight 1). draw_shards and look_shards of 4,000 pictures and 1,000 trajectories are drawn;
+    the last look shard is held out.
     """
 
     output_dir: str
@@ -123,7 +126,9 @@ def plans(config: Config, kind: str) -> list[ShardPlan]:
 
 
 def new_model(seed: int, device: torch.device, dtype: torch.dtype) -> Bagel:
-    """A nano model at the start: linear maps of variance 1 / width, outputs of each sub-block zero."""
+    """A nano model at the start: linear maps of variance 1 / width, outputs of each sub-block
+    zero.
+    """
     torch.manual_seed(seed)
     bagel = Bagel(NANO)
     for name, p in bagel.named_parameters():
@@ -148,7 +153,9 @@ def load_trained_vae(folder: Path, device: torch.device, dtype: torch.dtype) -> 
 
 def nano_profile() -> ReflectionProfile:
     """How the nano checkpoints are run: no guidance, 24 steps, short turns."""
-    settings = DrawSettings(points=25, timestep_shift=2.0, text_scale=1.0, image_scale=1.0)
+    settings = DrawSettings(
+        points=25, timestep_shift=2.0, text_scale=2.0, image_scale=1.0, interval=(0.3, 1.0)
+    )
     return ReflectionProfile(
         layout="rl",
         edit_view="local",
@@ -202,7 +209,9 @@ class Losses:
 
 
 def make_step(bagel: Bagel, optimizer, losses: Losses, stores, config: Config, device):
-    """A function that makes one update with the learning rates scaled by a device tensor; a CUDA graph on a GPU."""
+    """A function that makes one update with the learning rates scaled by a device tensor; a CUDA
+    graph on a GPU.
+    """
     draw_store, look_store = stores
     scale = torch.zeros((), device=device)
 
@@ -238,12 +247,12 @@ def make_step(bagel: Bagel, optimizer, losses: Losses, stores, config: Config, d
 def held_out(
     bagel: Bagel, store: RowStore, config: Config, device: torch.device
 ) -> dict[str, float]:
-    """Means of the metrics over the held-out rows."""
+    """Means of the metrics over the held-out rows, in a fixed random order (bins are sorted)."""
     losses, batches = Losses(config, device), 0
     torch.manual_seed(1)
-    for start in range(0, len(store), 32):
-        stop = min(start + 32, len(store))
-        losses(bagel, None, store.batch(torch.arange(start, stop, device=device)))
+    order = torch.randperm(len(store)).to(device)
+    for rows in order.split(32):
+        losses(bagel, None, store.batch(rows))
         batches += 1
     return {f"held_out_{k}": v for k, v in losses.take(batches).items() if k != "draw_flow"}
 
@@ -303,7 +312,7 @@ def train(config: Config) -> Path:
     result = held_out(bagel, test, config, device)
     log.log(steps, **result)
     print("  ".join(f"{name} {value:.4f}" for name, value in result.items()))
-    folder = save(bagel, out / "checkpoint")
+    folder = save(bagel, out / "checkpoint", vae_dtype=torch.bfloat16)
     save_profile(nano_profile(), folder)
     sample_sheet(bagel, out / "samples.png")
     plot_curves(out / "metrics.jsonl", out / "curve.png", CURVES)
@@ -311,7 +320,8 @@ def train(config: Config) -> Path:
 
 
 def run_steps(config, run, scale, losses, optimizer, log, device) -> int:
-    """Steps until the time or the count is used up; the schedule follows whichever share is further.
+    """Steps until the time or the count is used up; the schedule follows whichever share is
+    further.
 
     The state is saved every `save_every` seconds, at the end and on SIGTERM.
     """

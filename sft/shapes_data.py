@@ -1,11 +1,15 @@
-"""The shapes world as packed training rows: worker processes draw, lay out and pack; a store holds the rows.
+"""The shapes world as packed training rows: worker processes draw, lay out and pack; a store holds
+the rows.
 
 Three kinds of rows, each of one fixed size, so that a training step has static shapes:
-- `draw` rows: one text-to-image example each, under the prompt alone (local view), under system prompt and
+- `draw` rows: one text-to-image example each, under the prompt alone (local view), under system
+prompt and
   prompt (full view), or under nothing (for guidance).
-- `look` rows: bins of whole trajectories (CE on every turn, flow matching on every faithful image, in the running
+- `look` rows: bins of whole trajectories (CE on every turn, flow matching on every faithful image,
+in the running
   context) and of single edits in the local view, some of them with a condition left out.
-- `own` rows: bins of looks at the model's own first images, which `eval.collect` drew and judged (CE only).
+- `own` rows: bins of looks at the model's own first images, which `eval.collect` drew and judged
+(CE only).
 
     shards = make_shards(plan, folder)            # on all cores
     store = load_store(shards, "look", vae, device)
@@ -59,7 +63,9 @@ SCORE_WEIGHT, ACTION_WEIGHT = 4.0, 4.0
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One worker's job: which rows to make, from which seed, with which tokenizer and system prompt."""
+    """One worker's job: which rows to make, from which seed, with which tokenizer and system
+    prompt.
+    """
 
     kind: str
     seed: int
@@ -169,7 +175,9 @@ class _Layout:
         ]
 
     def _whole(self, trajectory: ShapesTrajectory, seen: Seen) -> list[Piece]:
-        """Every turn scored; before each faithful image its noised copy, hidden from what follows."""
+        """Every turn scored; before each faithful image its noised copy, hidden from what
+        follows.
+        """
         editing = trajectory.source is not None
         faithful = dict(zip(seen.images[editing:], trajectory.faithful, strict=True))
         spoken = {id(turn) for turn in seen.turns}
@@ -186,13 +194,13 @@ class _Layout:
         return pieces
 
     def _weights(self, turn: TextSegment) -> tuple[float, ...]:
-        """Nothing for the forced prefix, more for score and action, one for the rest and the end."""
+        """Nothing for the forced prefix, more for score and action, one for the rest and the
+        end.
+        """
         weights, text = [], ""
         for token in turn.ids:
             text += self.tokens.decode([token])
-            if "[SCORE] " not in text:
-                weights.append(0.0)
-            elif text.endswith("[SCORE] "):
+            if "[SCORE] " not in text or text.endswith("[SCORE] "):
                 weights.append(0.0)
             elif "\n[ACTION]" not in text:
                 weights.append(SCORE_WEIGHT)
@@ -335,7 +343,8 @@ def load_store(
 ) -> RowStore:
     """Rows of several shards with their images encoded by `vae`.
 
-    own_pixels: share of the images that are looked at after a round trip through the VAE, as drawn ones are.
+    own_pixels: share of the images that are looked at after a round trip through the VAE, as drawn
+    ones are.
     """
     arrays: dict[str, list[Tensor]] = {}
     latents, conditions, patches = [], [], []
@@ -367,7 +376,8 @@ def load_store(
             patches.append(rearrange(levels, "n c (h p) (w q) -> n (h w) (p q c)", p=14, q=14))
     left_out = sum(n for _, _, n in counts)
     print(
-        f"{kind}: {offset} images, {sum(n for _, n, _ in counts)} rows; {left_out} examples too long"
+        f"{kind}: {offset} images, {sum(n for _, n, _ in counts)} rows; "
+        f"{left_out} examples longer than a row were left out"
     )
     width = max(t.shape[1] for t in arrays["score_BS"])
     arrays["score_BS"] = [F.pad(t, (0, width - t.shape[1]), value=-1) for t in arrays["score_BS"]]

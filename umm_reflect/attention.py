@@ -1,12 +1,15 @@
 """Attention of a batch of rows, one signature for cached inference and packed training.
 
-Legend: B rows, Q new tokens a row (padded), S key slots a row, H heads, K key-value heads, D head width.
+Legend: B rows, Q new tokens a row (padded), S key slots a row, H heads, K key-value heads, D head
+width.
 
-`Attend` is what a transformer layer is handed: it knows where each token sits in its row, what it may see and where its
-keys and values are kept. Tokens arrive by expert (understanding first, then generation), since a layer's weights do.
+`Attend` is what a transformer layer is handed: it knows where each token sits in its row, what it
+may see and where its keys and values are kept. Tokens arrive by expert (understanding first, then
+generation), since a layer's weights do.
 
-Backends: torch's scaled_dot_product_attention everywhere (cuDNN, flash, memory-efficient or math kernels, chosen by
-`attn`), `flex` for packed training, torch's varlen kernel for ragged rows without a mask. Nothing compiled is needed.
+Backends: torch's scaled_dot_product_attention everywhere (cuDNN, flash, memory-efficient or math
+kernels, chosen by `attn`), `flex` for packed training, torch's varlen kernel for ragged rows
+without a mask. Nothing compiled is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from torch import Tensor
 
 Backend = Literal["auto", "cudnn", "flash", "efficient", "math", "varlen", "flex"]
 BACKENDS = ("auto", "cudnn", "flash", "efficient", "math", "varlen", "flex")
-# More groups of equal length than this are run as one padded call with a mask (on a GPU, where launches cost).
+# More groups of equal length than this are run as one padded call with a mask (on a GPU, where
+# launches cost).
 MAX_GROUPS = 16
 
 
@@ -37,8 +41,8 @@ def allowed(
 ) -> Tensor:
     """BAGEL's mask rule as booleans; the arguments broadcast (queries against keys).
 
-    A token sees what stands before it (`order`), and all of its own block when the block is `full` or `noise`;
-    a noised block is hidden from every other block.
+    A token sees what stands before it (`order`), and all of its own block when the block is `full`
+    or `noise`; a noised block is hidden from every other block.
     """
     same = block_q == block_k
     return ((order_q >= order_k) | (same & full_k)) & (~noise_k | same)
@@ -46,7 +50,9 @@ def allowed(
 
 @dataclass
 class Workspace:
-    """Keys and values of a batch of rows in one buffer: [layers, 2, B, S, K, D] with room for new tokens."""
+    """Keys and values of a batch of rows in one buffer: [layers, 2, B, S, K, D] with room for new
+    tokens.
+    """
 
     kv: Tensor
 
@@ -61,7 +67,9 @@ class Workspace:
         return self.kv.shape[3]
 
     def read(self, layer: int, keys: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `keys` slots of every row, as views: [B, keys, K, D] each."""
+        """Keys and values of the first `keys` slots of every row, as views: [B, keys, K, D]
+        each.
+        """
         return self.kv[layer, 0, :, :keys], self.kv[layer, 1, :, :keys]
 
     def rows(self, keep: Sequence[int] | slice) -> Workspace:
@@ -89,10 +97,11 @@ class Group:
 class Attend:
     """How the tokens of one forward attend.
 
-    rows, queries: B and Q. place_T: flat query place row * Q + i of every token, understanding tokens first; None when
-    the batch is rectangular (`split` tokens of each expert in every row, in that order).
-    workspace and write_T: where keys and values are kept; without one, keys are the batch's own tokens (training).
-    mask: [B, 1, Q, S] bool or None (every group sees all of its keys).
+    rows, queries: B and Q. place_T: flat query place row * Q + i of every token, understanding
+    tokens first; None when the batch is rectangular (`split` tokens of each expert in every row,
+    in that order). workspace and write_T: where keys and values are kept; without one, keys are
+    the batch's own tokens (training). mask: [B, 1, Q, S] bool or None (every group sees all of its
+    keys).
     """
 
     rows: int
@@ -108,7 +117,9 @@ class Attend:
     flex_mask: object | None = None
 
     def __call__(self, layer: int, q_parts: list, k_parts: list, v_parts: list) -> list[Tensor]:
-        """q_parts: per expert [T_e, H, D]; k_parts, v_parts: [T_e, K, D] → per expert [T_e, H * D]."""
+        """q_parts: per expert [T_e, H, D]; k_parts, v_parts: [T_e, K, D] → per expert [T_e, H *
+        D].
+        """
         q = self._rows(q_parts)
         if self.workspace is None:
             k, v = self._rows(k_parts), self._rows(v_parts)
@@ -152,8 +163,8 @@ class Attend:
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: Backend) -> Tensor:
     """q: [B, Q, H, D]; k, v: [B, S, K, D]; mask: [B, 1, Q, S] bool, True = may see → [B, Q, H, D].
 
-    Grouped-query heads are folded into the query length where no query-dependent mask forbids it, so that keys are
-    never repeated and every kernel serves every head ratio.
+    Grouped-query heads are folded into the query length where no query-dependent mask forbids it,
+    so that keys are never repeated and every kernel serves every head ratio.
     """
     repeat = q.shape[2] // k.shape[2]
     k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -169,7 +180,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: Backend)
 
 
 def _kernel(backend: Backend, q: Tensor, mask: Tensor | None):
-    """The SDPA kernel choice for this call: on a GPU cuDNN first without a mask, memory-efficient with one."""
+    """The SDPA kernel choice for this call: on a GPU cuDNN first without a mask, memory-efficient
+    with one.
+    """
     if q.device.type != "cuda" and backend != "math":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -203,9 +216,11 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask) -> Tensor:
 def packed_attention(
     q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, lengths: Sequence[int], backend: Backend
 ) -> Tensor:
-    """Full attention inside each of several runs of tokens that lie one after another (the ViT): [N, H, D].
+    """Full attention inside each of several runs of tokens that lie one after another (the ViT):
+    [N, H, D].
 
-    Equal lengths run as one batch; ragged ones through torch's varlen kernel on a GPU, else one by one.
+    Equal lengths run as one batch; ragged ones through torch's varlen kernel on a GPU, else one by
+    one.
     """
     if len(set(lengths)) == 1:
         split = [rearrange(x, "(b n) h d -> b n h d", n=lengths[0]) for x in (q_NHD, k_NHD, v_NHD)]

@@ -1,7 +1,7 @@
 """Rows of blocks → tensors: which token goes where, through which expert, and what it may see.
 
-Legend: B rows, Q new tokens of the longest row, S key slots of the longest row, U and G understanding and generation
-tokens of all rows, T = U + G.
+Legend: B rows, Q new tokens of the longest row, S key slots of the longest row, U and G
+understanding and generation tokens of all rows, T = U + G.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from umm_reflect.layout import Block, Row, grid_ids, row_tokens
 class RowBatch:
     """One forward's tokens. Understanding tokens of all rows stand first, then generation tokens.
 
-    ids_U: token ids (0 where a ViT patch stands). patch_U: the places among U of the patches of `vit_blocks`, in
-    order. cell_G: position-table rows of the latents of `vae_blocks`, in order. position_T: RoPE positions.
-    last_R: the place among U of each row's last token, where a row ends in one.
+    ids_U: token ids (0 where a ViT patch stands). patch_U: the places among U of the patches of
+    `vit_blocks`, in order. cell_G: position-table rows of the latents of `vae_blocks`, in order.
+    position_T: RoPE positions. last_R: the place among U of each row's last token, where a row
+    ends in one.
     """
 
     ids_U: Tensor
@@ -44,7 +45,9 @@ def build(
     workspace: Workspace,
     backend: Backend,
 ) -> RowBatch:
-    """Lay out `rows` (each after its `past` cached tokens) for one forward that writes into `workspace`."""
+    """Lay out `rows` (each after its `past` cached tokens) for one forward that writes into
+    `workspace`.
+    """
     laid = [row_tokens(row.blocks) for row in rows]
     queries = max(row.length for row in rows)
     slots = workspace.slots
@@ -99,7 +102,9 @@ def build(
 
 
 def _plain_groups(rows: Sequence[Row], device: torch.device) -> list[Group]:
-    """Groups that need no mask: every row is one block that sees all of itself and all before it."""
+    """Groups that need no mask: every row is one block that sees all of itself and all before
+    it.
+    """
     if any(len(row.blocks) != 1 for row in rows):
         return []
     if any(row.blocks[0].mode == "causal" and row.length > 1 for row in rows):
@@ -109,7 +114,9 @@ def _plain_groups(rows: Sequence[Row], device: torch.device) -> list[Group]:
 
 
 def _mask(rows: Sequence[Row], laid: list, queries: int, keys: int, device: torch.device) -> Tensor:
-    """[B, 1, Q, S] bool by `attention.allowed`; padded queries see key 0, so that no row is empty."""
+    """[B, 1, Q, S] bool by `attention.allowed`; padded queries see key 0, so that no row is
+    empty.
+    """
     count = len(rows)
     block = np.full((count, keys), -1)
     full, noise, valid = (np.zeros((count, keys), bool) for _ in range(3))

@@ -1,8 +1,8 @@
 """Keys and values of one sequence as an immutable chain of chunks, one chunk a segment.
 
-Appending makes a new link and leaves the old one as it is, so a fork is the same object held twice, a shared prefix is
-stored once, and truncation is a step up the chain. Nothing is copied until a batch is assembled for a forward
-(`assemble`, once per say or draw, not per token or step).
+Appending makes a new link and leaves the old one as it is, so a fork is the same object held
+twice, a shared prefix is stored once, and truncation is a step up the chain. Nothing is copied
+until a batch is assembled for a forward (`assemble`, once per say or draw, not per token or step).
 
     root ── system ── request ── image 0 ┬─ turn A ── image A
                                          └─ turn B ── image B      two siblings, one prefix
@@ -21,9 +21,11 @@ from umm_reflect.config import LLMConfig
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """One link. `chunk`: [layers, 2 (key, value), tokens, kv_heads, head_dim], keys after norm and RoPE.
+    """One link. `chunk`: [layers, 2 (key, value), tokens, kv_heads, head_dim], keys after norm and
+    RoPE.
 
-    length: tokens cached up to and with this link. position: the RoPE position of whatever comes next.
+    length: tokens cached up to and with this link. position: the RoPE position of whatever comes
+    next.
     """
 
     parent: KVCache | None = None
@@ -62,7 +64,9 @@ EMPTY = KVCache()
 def assemble(
     caches: Sequence[KVCache], room: int | Sequence[int], config: LLMConfig, *, device, dtype
 ) -> Workspace:
-    """One padded buffer for a batch: row r holds cache r in its first slots and has `room` free ones after."""
+    """One padded buffer for a batch: row r holds cache r in its first slots and has `room` free
+    ones after.
+    """
     rooms = [room] * len(caches) if isinstance(room, int) else room
     slots = max(cache.length + extra for cache, extra in zip(caches, rooms, strict=True))
     workspace = Workspace.empty(

@@ -1,11 +1,12 @@
-"""Read and write checkpoint folders in the BAGEL layout. Whatever does not fit is an error that names the tensor.
+"""Read and write checkpoint folders in the BAGEL layout. Whatever does not fit is an error that
+names the tensor.
 
     bagel = load("pretrained/bagel-nano-shapes", device="auto", dtype="auto")
     save(bagel, "out/checkpoint")
 
-Modules are built on the meta device and filled by assignment, tensor by tensor, straight onto the target device, so
-that host memory never holds a second copy. The position tables are computed (fp32), not read; grid sides and the
-VAE's shape come from the tensors.
+Modules are built on the meta device and filled by assignment, tensor by tensor, straight onto the
+target device, so that host memory never holds a second copy. The position tables are computed
+(fp32), not read; grid sides and the VAE's shape come from the tensors.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +48,9 @@ MOST_NAMES = 5
 
 
 class TensorFiles:
-    """The tensors of one safetensors file, or of the shards that an index lists, read one by one."""
+    """The tensors of one safetensors file, or of the shards that an index lists, read one by
+    one.
+    """
 
     def __init__(self, folder: Path, name: str):
         self.label = str(folder / name)
@@ -54,7 +58,7 @@ class TensorFiles:
         if (folder / name).exists():
             paths = [folder / name]
         elif index.exists():
-            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            shards = _weight_map(index).values()
             paths = [folder / shard for shard in dict.fromkeys(shards)]
             self.label = str(index)
         else:
@@ -108,11 +112,12 @@ def load(
 ) -> Bagel:
     """Load a checkpoint for inference or training.
 
-    name: folder, hub id or `id@revision`. device: auto|cuda|cpu|mps|npu. dtype: auto (bf16 on an accelerator, fp32 on a
-    CPU) or a torch dtype. attn: one of `attention.BACKENDS`. adapter: a PEFT LoRA folder or id.
-    vae_dtype: the VAE's; default: the model's.
+    name: folder, hub id or `id@revision`. device: auto|cuda|cpu|mps|npu. dtype: auto (bf16 on an
+    accelerator, fp32 on a CPU) or a torch dtype. attn: one of `attention.BACKENDS`. adapter: a
+    PEFT LoRA folder or id. vae_dtype: the VAE's; default: the model's.
 
-    Returns a `Bagel` in eval mode with `vae`, `tokens`, `frame` and `folder` set. Raises CheckpointError.
+    Returns a `Bagel` in eval mode with `vae`, `tokens`, `frame` and `folder` set. Raises
+    CheckpointError.
     """
     from umm_reflect.device import resolve_device, resolve_dtype
     from umm_reflect.hub import resolve
@@ -128,7 +133,8 @@ def load(
     attach_vae(bagel, load_vae(folder, bagel.config, device=target, dtype=vae_dtype or number))
     if tokens.size > bagel.config.llm.vocab_size:
         raise CheckpointError(
-            f"the tokenizer of {folder} has {tokens.size} ids, the model {bagel.config.llm.vocab_size} rows",
+            f"the tokenizer of {folder} has {tokens.size} ids, "
+            f"the model {bagel.config.llm.vocab_size} rows",
             "Tokenizer and weights do not belong together",
         )
     attach_tokens(bagel, tokens, folder)
@@ -153,7 +159,9 @@ def attach_tokens(bagel: Bagel, tokens: Tokens, folder: Path | None) -> None:
 
 
 def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Bagel:
-    """The transformer, ViT and heads from `ema.safetensors`, checked against the config; no tokenizer, no VAE."""
+    """The transformer, ViT and heads from `ema.safetensors`, checked against the config; no
+    tokenizer, no VAE.
+    """
     files = TensorFiles(folder, WEIGHTS)
     shapes = files.shapes()
     config = BagelConfig.from_folder(folder)
@@ -174,7 +182,7 @@ def load_vae(
     files = TensorFiles(folder, VAE_WEIGHTS)
     shapes = files.shapes()
     vae_config = infer_vae_config(shapes, config.vae)
-    with torch.device("meta"):
+    with torch.device("meta"), _no_initialisation():
         vae = AutoEncoder(vae_config)
     fill(vae, files, shapes, device=device, dtype=dtype)
     return vae.eval()
@@ -182,8 +190,22 @@ def load_vae(
 
 def empty_bagel(config: BagelConfig) -> Bagel:
     """A model without memory (meta device): for inventories, and to be filled."""
-    with torch.device("meta"):
+    with torch.device("meta"), _no_initialisation():
         return Bagel(config)
+
+
+@contextmanager
+def _no_initialisation() -> Iterator[None]:
+    """Skip random initial values, which a meta module cannot hold and which cost a second of imports."""
+    reset = {cls: cls.reset_parameters for cls in (nn.Linear, nn.Embedding, nn.LayerNorm)}
+    reset |= {cls: cls.reset_parameters for cls in (nn.Conv2d, nn.GroupNorm)}
+    try:
+        for cls in reset:
+            cls.reset_parameters = lambda self: None
+        yield
+    finally:
+        for cls, function in reset.items():
+            cls.reset_parameters = function
 
 
 def place_tables(bagel: Bagel, device: torch.device) -> None:
@@ -201,7 +223,9 @@ def fill(
     dtype: torch.dtype,
     skip: tuple[str, ...] = (),
 ) -> None:
-    """Assign every tensor of `files` to the meta module; raises CheckpointError unless names and shapes match."""
+    """Assign every tensor of `files` to the meta module; raises CheckpointError unless names and
+    shapes match.
+    """
     wanted = {name: tuple(t.shape) for name, t in module.state_dict().items()}
     _refuse("lacks", [n for n in wanted if n not in shapes], files.label)
     _refuse("has, unknown to this model,", [n for n in shapes if n not in wanted], files.label)
@@ -218,6 +242,16 @@ def fill(
         owner, leaf = name.rpartition(".")[::2]
         value = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
         setattr(owners[owner], leaf, value)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name → shard, as an index file says."""
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{index} is not a readable index ({error!r})", "Fetch it again"
+        ) from error
 
 
 def _refuse(verb: str, names: list[str], label: str) -> None:
@@ -241,13 +275,25 @@ def _side(shapes: Mapping[str, tuple[int, ...]], name: str, label: str) -> int:
     return side
 
 
-def save(bagel: Bagel, folder: str | Path, *, weights: Mapping[str, Tensor] | None = None) -> Path:
-    """Write a complete folder: configs, bf16 `ema.safetensors`, `ae.safetensors`, tokenizer, `reflection.json`.
+def save(
+    bagel: Bagel,
+    folder: str | Path,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    vae_dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a complete folder: configs, bf16 `ema.safetensors`, `ae.safetensors`, tokenizer,
+    `reflection.json`.
 
-    Everything is written aside and renamed, so that a killed run leaves the old folder or the new one.
-    weights: tensors to store in place of the model's (an average). Tokenizer files, the card and
-    `reflection.json` are copied from the folder that the model came from.
+    Everything is written aside and renamed, so that a killed run leaves the old folder or the new
+    one (at worst under its name with ".old"). weights: tensors to store in place of the model's (an
+    average). Tokenizer files, the card and `reflection.json` are copied from the folder that the
+    model came from. Raises ValueError while an adapter is attached.
     """
+    from umm_reflect.adapters import has_adapter
+
+    if has_adapter(bagel):
+        raise ValueError("an adapter is attached: save_adapter it, or merge_adapter first")
     folder = Path(folder)
     aside = folder.with_name(folder.name + ".writing")
     if aside.exists():
@@ -262,7 +308,7 @@ def save(bagel: Bagel, folder: str | Path, *, weights: Mapping[str, Tensor] | No
             shutil.copyfile(Path(source) / name, aside / name)
     state = dict(weights if weights is not None else bagel.state_dict())
     save_tensors(state, aside / WEIGHTS)
-    save_tensors(vae.state_dict(), aside / VAE_WEIGHTS)
+    save_tensors(vae.state_dict(), aside / VAE_WEIGHTS, vae_dtype)
     if folder.exists():
         old = folder.with_name(folder.name + ".old")
         if old.exists():

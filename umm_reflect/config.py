@@ -1,7 +1,9 @@
-"""The shape of a BAGEL model: what `config.json`, `llm_config.json`, `vit_config.json` and the tensors say.
+"""The shape of a BAGEL model: what `config.json`, `llm_config.json`, `vit_config.json` and the
+tensors say.
 
-Source of the numbers: the BAGEL-7B-MoT release. Sizes that the released files leave out (grid sides, the VAE)
-are read from the tensors by `checkpoint.py`; the values here are then only the fallback.
+Source of the numbers: the BAGEL-7B-MoT release. Sizes that the released files leave out (grid
+sides, the VAE) are read from the tensors by `checkpoint.py`; the values here are then only the
+fallback.
 
     python -m umm_reflect.config FOLDER        # prints what a checkpoint folder describes
 """
@@ -32,7 +34,8 @@ class LLMConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads: "
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value "
+                "heads: "
                 "num_attention_heads must be a multiple of num_key_value_heads"
             )
         if self.head_dim % 2:
@@ -41,7 +44,9 @@ class LLMConfig:
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """A SigLIP tower. `num_layers` counts the layers in the weights (the file's number minus one)."""
+    """A SigLIP tower. `num_layers` counts the layers in the weights (the file's number minus
+    one).
+    """
 
     hidden_size: int
     num_layers: int
@@ -54,7 +59,9 @@ class ViTConfig:
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """The FLUX autoencoder. `num_groups` is 32 in the release and is our own key in `vae_config`."""
+    """The FLUX autoencoder. `num_groups` is 32 in the release and is our own key in
+    `vae_config`.
+    """
 
     resolution: int
     in_channels: int
@@ -100,9 +107,10 @@ class BagelConfig:
     def from_folder(cls, folder: str | Path) -> BagelConfig:
         """Read the three config files of a BAGEL folder.
 
-        Raises CheckpointError when a file or a key is missing; the forced values of the original loader (QK norm,
-        untied head, one ViT layer dropped) are applied here. Grid sides and VAE sizes that `config.json` lacks get
-        the values of the release and are corrected from the tensors by `checkpoint.py`.
+        Raises CheckpointError when a file or a key is missing; the forced values of the original
+        loader (QK norm, untied head, one ViT layer dropped) are applied here. Grid sides and VAE
+        sizes that `config.json` lacks get the values of the release and are corrected from the
+        tensors by `checkpoint.py`.
         """
         folder = Path(folder)
         llm = _read_json(folder / "llm_config.json")
@@ -117,7 +125,9 @@ class BagelConfig:
         )
 
     def to_files(self, folder: str | Path, *, bos_token_id: int, eos_token_id: int) -> None:
-        """Write `config.json`, `llm_config.json` and `vit_config.json` in the layout of the release."""
+        """Write `config.json`, `llm_config.json` and `vit_config.json` in the layout of the
+        release.
+        """
         folder = Path(folder)
         llm = {
             "architectures": ["Qwen2ForCausalLM"],
@@ -186,7 +196,7 @@ def _read_json(path: Path) -> dict:
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent} is not a BAGEL checkpoint folder: {path.name} is missing",
-            "Name a folder with llm_config.json, vit_config.json, ema.safetensors and ae.safetensors",
+            "Name a folder with llm_config.json, vit_config.json, ema.safetensors, ae.safetensors",
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(
@@ -214,7 +224,8 @@ def _llm_config(content: dict, path: Path) -> LLMConfig:
         intermediate_size=_need(content, "intermediate_size", path),
         vocab_size=_need(content, "vocab_size", path),
         rms_norm_eps=content.get("rms_norm_eps", 1e-6),
-        # transformers 5 nests the value; the original's class default (1e4) is wrong for every released file
+        # transformers 5 nests the value; the original's class default (1e4) is wrong for every
+        # released file
         rope_theta=float(
             content.get("rope_theta") or content.get("rope_parameters", {}).get("rope_theta", 1e6)
         ),
@@ -278,7 +289,8 @@ BAGEL_7B_MOT = BagelConfig(
     latent_grid_side=64,
 )
 
-# The model that is trained on the shapes world and shipped: 128 px, 64 latent and 64 ViT tokens an image.
+# The model that is trained on the shapes world and shipped: 128 px, 64 latent and 64 ViT tokens an
+# image.
 NANO = BagelConfig(
     llm=LLMConfig(
         hidden_size=256,

@@ -1,7 +1,8 @@
-"""Draw: rectified flow from noise to pictures, all guidance branches of all samples in one forward a step.
+"""Draw: rectified flow from noise to pictures, all guidance branches of all samples in one forward
+a step.
 
-Legend: R requests, B branch rows (the conditional row of every request first, then those that differ from it),
-n latent tokens a picture, C numbers a token.
+Legend: R requests, B branch rows (the conditional row of every request first, then those that
+differ from it), n latent tokens a picture, C numbers a token.
 
 A branch that equals another is not run twice: None, or an equal context, is folded (`flow.guide`).
 """
@@ -29,7 +30,8 @@ DECODE_PIXELS = 16 * 512 * 512
 
 @dataclass(frozen=True)
 class DrawRequest:
-    """One picture to draw. A branch that is None equals the conditional one. size: (height, width) in pixels.
+    """One picture to draw. A branch that is None equals the conditional one. size: (height, width)
+    in pixels.
 
     `generator` gives the first noise [n, C], then one draw of that shape for each stochastic step.
     """
@@ -45,8 +47,9 @@ class DrawRequest:
 class Drawn:
     """A picture and how it came about.
 
-    pixels: [3, H, W] fp32 before clamping. latent: final tokens [n, C] fp32. latents: [w + 1, n, C], the states around
-    the w stochastic steps, times: [w + 1], logprobs: [w]; all empty when every step was an Euler step.
+    pixels: [3, H, W] fp32 before clamping. latent: final tokens [n, C] fp32. latents: [w + 1, n,
+    C], the states around the w stochastic steps, times: [w + 1], logprobs: [w]; all empty when
+    every step was an Euler step.
     """
 
     pixels: Tensor
@@ -68,9 +71,9 @@ def draw(
 ) -> list[Drawn]:
     """Draw all requests together; each gets its own noise, so company never changes a picture.
 
-    settings: for all, or one a request where only the noise window differs. on_step(done, steps) reports progress.
-    truncate: 8-bit levels by truncation, as the original. Raises UsageError for a size that the grid cannot hold,
-    FloatingPointError when a picture is not finite.
+    settings: for all, or one a request where only the noise window differs. on_step(done, steps)
+    reports progress. truncate: 8-bit levels by truncation, as the original. Raises UsageError for
+    a size that the grid cannot hold, FloatingPointError when a picture is not finite.
     """
     if not requests:
         return []
@@ -123,7 +126,9 @@ def draw(
 
 
 class Denoiser:
-    """The velocity of a batch of pictures under guidance, with all contexts read and their KV in place."""
+    """The velocity of a batch of pictures under guidance, with all contexts read and their KV in
+    place.
+    """
 
     def __init__(self, engine: Engine, requests: Sequence[DrawRequest], settings: DrawSettings):
         bagel = engine.bagel
@@ -200,7 +205,9 @@ class Denoiser:
         ]
 
     def branch_velocities(self, x: Sequence[Tensor], t: Tensor, *, guided: bool) -> list[Tensor]:
-        """Raw velocities [n, C] of every row of the batch (conditional rows only, unless `guided`)."""
+        """Raw velocities [n, C] of every row of the batch (conditional rows only, unless
+        `guided`).
+        """
         bagel = self.bagel
         batch = self.all_rows if guided else self.plain_rows
         owner = self.owner[: batch.attend.rows]
@@ -211,7 +218,9 @@ class Denoiser:
         return list(bagel.velocity(hidden_GD).split([x[r].shape[0] for r in owner]))
 
     def velocity(self, x: Sequence[Tensor], t: Tensor) -> list[Tensor]:
-        """The velocity to follow at time t, fp32 [n, C] a request; guidance is folded where branches are equal."""
+        """The velocity to follow at time t, fp32 [n, C] a request; guidance is folded where
+        branches are equal.
+        """
         guided = self.settings.guided(t)
         rows = self.branch_velocities(x, t, guided=guided)
         if not guided:
@@ -227,7 +236,9 @@ class Denoiser:
         return out
 
     def _guided_together(self, x: Sequence[Tensor], rows: list[Tensor]) -> list[Tensor]:
-        """One norm over all pictures of the call, as the original has it: only to compare with it."""
+        """One norm over all pictures of the call, as the original has it: only to compare with
+        it.
+        """
         if len({(text is None, image is None) for _, text, image in self.row_of}) > 1:
             raise ValueError("a norm over the whole call needs requests with the same branches")
         members, lengths = list(range(len(x))), [state.shape[0] for state in x]
@@ -236,7 +247,9 @@ class Denoiser:
         return list(guide(*branches, self.settings, lengths).split(lengths))
 
     def _branch(self, rows: list[Tensor], members: list[int], which: int) -> list[Tensor] | None:
-        """The velocities of one branch (0 conditional, 1 without text, 2 without images), or None."""
+        """The velocities of one branch (0 conditional, 1 without text, 2 without images), or
+        None.
+        """
         if self.row_of[members[0]][which] is None:
             return None
         return [rows[self.row_of[r][which]] for r in members]
@@ -252,7 +265,9 @@ class Denoiser:
 def decode(
     engine: Engine, latents: Sequence[Tensor], sizes: Sequence[tuple[int, int]]
 ) -> list[Tensor]:
-    """Latent tokens [n, C] → pixels [3, H, W] fp32 on the CPU; each size is decoded as a batch of its own."""
+    """Latent tokens [n, C] → pixels [3, H, W] fp32 on the CPU; each size is decoded as a batch of
+    its own.
+    """
     config = engine.bagel.config
     down, patch = config.vae.downsample, config.latent_patch_size
     folded = [
@@ -263,6 +278,7 @@ def decode(
     pixels = [p.cpu() for p in engine.bagel.vae.decode_latents(folded, batch_size=most)]
     if not all(p.isfinite().all() for p in pixels):
         raise FloatingPointError(
-            "a drawn picture is not finite: the weights or the number type are broken; try --dtype float32"
+            "a drawn picture is not finite: the weights or the number type are broken; "
+            "try --dtype float32"
         )
     return pixels

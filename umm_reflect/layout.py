@@ -1,17 +1,20 @@
-"""The sequence format, and the only place that knows it: segments → tokens, positions, attention modes, experts.
+"""The sequence format, and the only place that knows it: segments → tokens, positions, attention
+modes, experts.
 
-    segment                     tokens                          positions           mode    seen by later tokens
-    text                        start, ids…, end                p, p+1, …           causal  yes
-    image, VAE block (clean)    image_start, latents, image_end all p, then p += 1  full    yes
-    image, ViT block            image_start, patches, image_end all p, then p += 1  full    yes
-    image being drawn / noised  image_start, latents, image_end all p, p stays      noise   no
+    segment                     tokens                          positions           mode    seen by
+    later tokens text                        start, ids…, end                p, p+1, …
+    causal  yes image, VAE block (clean)    image_start, latents, image_end all p, then p += 1
+    full    yes image, ViT block            image_start, patches, image_end all p, then p += 1
+    full    yes image being drawn / noised  image_start, latents, image_end all p, p stays
+    noise   no
 
-An image that enters as "vae+vit" is a VAE block followed by a ViT block. Only latent tokens use the generation
-expert; text, patches and all markers use the understanding expert. A clean copy that follows a noised target gets the
-target's own position. Source: BAGEL, recorded in the golden tensors.
+An image that enters as "vae+vit" is a VAE block followed by a ViT block. Only latent tokens use
+the generation expert; text, patches and all markers use the understanding expert. A clean copy
+that follows a noised target gets the target's own position. Source: BAGEL, recorded in the golden
+tensors.
 
-Everything that runs the transformer (prefill in pieces or at once, say, draw, packed training, replay) builds its
-tokens here.
+Everything that runs the transformer (prefill in pieces or at once, say, draw, packed training,
+replay) builds its tokens here.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ class Frame:
 class Block:
     """A run of tokens of one segment that share an attention mode.
 
-    Example: a 64×96 px picture as VAE block at position 3 has kind "vae", length 26 (4 × 6 latent tokens
-    and two markers), ids (image_start, image_end), position 3, mode "full".
+    Example: a 64x96 px picture as VAE block at position 3 has kind "vae", length 26 (4 x 6 latent
+    tokens and two markers), ids (image_start, image_end), position 3, mode "full".
     """
 
     kind: Kind
@@ -106,7 +109,9 @@ def segment_blocks(
 
 
 def latent_grid(segment: ImageSegment, config: BagelConfig) -> tuple[int, int]:
-    """Rows and columns of latent tokens of an image; raises ValueError when the model's grid cannot hold them."""
+    """Rows and columns of latent tokens of an image; raises ValueError when the model's grid
+    cannot hold them.
+    """
     if segment.latent is not None:
         height, width = segment.latent.shape[-2:]
         rows, cols = height // config.latent_patch_size, width // config.latent_patch_size
@@ -142,7 +147,8 @@ class RowTokens:
     """The tokens of one row in sequence order, as flat arrays over its L new tokens.
 
     is_gen_L: bool, uses the generation expert. ids_L: token id (0 where a patch or latent stands).
-    position_L: RoPE position. block_L: index of the block. full_L: sees its whole block. noise_L: hidden from others.
+    position_L: RoPE position. block_L: index of the block. full_L: sees its whole block. noise_L:
+    hidden from others.
     """
 
     ids_L: np.ndarray

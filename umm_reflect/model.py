@@ -1,10 +1,13 @@
-"""BAGEL: a Mixture-of-Transformers decoder over text, ViT patches and VAE latents. One forward for everything.
+"""BAGEL: a Mixture-of-Transformers decoder over text, ViT patches and VAE latents. One forward for
+everything.
 
-Legend: U understanding tokens, G generation tokens (VAE latents), T = U + G in that order, D hidden width, H heads,
-K key-value heads, C numbers per latent token. Module names are the checkpoint's, so the state dict is the file.
+Legend: U understanding tokens, G generation tokens (VAE latents), T = U + G in that order, D
+hidden width, H heads, K key-value heads, C numbers per latent token. Module names are the
+checkpoint's, so the state dict is the file.
 
-Every layer holds two sets of weights; a token's kind picks one: latents use `*_moe_gen`, all others the plain
-names. Tokens are kept apart by kind, so that picking costs nothing; only attention sees both (`attention.Attend`).
+Every layer holds two sets of weights; a token's kind picks one: latents use `*_moe_gen`, all
+others the plain names. Tokens are kept apart by kind, so that picking costs nothing; only
+attention sees both (`attention.Attend`).
 """
 
 from __future__ import annotations
@@ -64,7 +67,9 @@ class SelfAttention(nn.Module):
     def qkv(
         self, x: Tensor, rope: tuple[Tensor, Tensor], expert: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [T_e, D] → q [T_e, H, d], k and v [T_e, K, d]; q and k normed per head, then rotated."""
+        """x: [T_e, D] → q [T_e, H, d], k and v [T_e, K, d]; q and k normed per head, then
+        rotated.
+        """
         q, k, v = (
             self.get_submodule(name + expert)(x).unflatten(-1, (-1, self.head_dim))
             for name in ("q_proj", "k_proj", "v_proj")
@@ -87,7 +92,9 @@ class DecoderLayer(nn.Module):
                 self.add_module(name + expert, RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def forward(self, parts: list[Tensor], ropes: list, attend: Attend, index: int) -> list[Tensor]:
-        """parts: hidden states per expert [T_e, D]; a part may have no tokens and then costs nothing."""
+        """parts: hidden states per expert [T_e, D]; a part may have no tokens and then costs
+        nothing.
+        """
         used = [
             (e, x, rope) for e, x, rope in zip(EXPERTS, parts, ropes, strict=True) if x.shape[0]
         ]
@@ -126,8 +133,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Hidden states after the final norms of both experts: ([U, D], [G, D]).
 
-        position_T: RoPE positions, understanding tokens first. recompute: save memory in training by running each
-        layer again in the backward pass.
+        position_T: RoPE positions, understanding tokens first. recompute: save memory in training
+        by running each layer again in the backward pass.
         """
         parts = [x_UD, x_GD]
         cos, sin = rope_tables(position_T, self.config)
@@ -149,7 +156,9 @@ class LanguageModel(nn.Module):
 
 
 class TimeEmbedder(nn.Module):
-    """Diffusion time in [0, 1] (not times 1000) → model width: [cos | sin] features through two layers."""
+    """Diffusion time in [0, 1] (not times 1000) → model width: [cos | sin] features through two
+    layers.
+    """
 
     def __init__(self, width: int):
         super().__init__()
@@ -183,7 +192,9 @@ class Bagel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str, **options) -> Bagel:
-        """Load a folder, a hub id or `id@revision`; see `umm_reflect.checkpoint.load` for the options."""
+        """Load a folder, a hub id or `id@revision`; see `umm_reflect.checkpoint.load` for the
+        options.
+        """
         from umm_reflect.checkpoint import load
 
         return load(name, **options)
@@ -203,7 +214,8 @@ class Bagel(nn.Module):
     def embed_latents(self, latent_GC: Tensor, time_G: Tensor, cell_G: Tensor) -> Tensor:
         """Latent tokens at diffusion times `time_G` and grid cells `cell_G` → [G, D].
 
-        latent_GC: [G, C] (row in patch, column in patch, channel); time_G may be one value for all: [1].
+        latent_GC: [G, C] (row in patch, column in patch, channel); time_G may be one value for
+        all: [1].
         """
         time = self.time_embedder(time_G)
         table = self.latent_pos_embed(cell_G).to(time.dtype)

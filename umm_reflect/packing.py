@@ -1,4 +1,5 @@
-"""Training examples → packed rows → one forward with losses. The tokens are laid out by `layout.py`.
+"""Training examples → packed rows → one forward with losses. The tokens are laid out by
+`layout.py`.
 
 Legend: B rows, U and G understanding and generation tokens of a row (padded), L = U + G in that
 order, V ViT patches, S scored tokens, I images among the latents, C numbers a latent token.
@@ -48,8 +49,8 @@ class Piece:
 
     learn: a text is scored, an image becomes a noised target. weights: one loss weight a scored
     label (ids, then the end). end_label: also score the end token's own position with this label.
-    dropped: a condition that is left out; a text leaves no trace, an image still takes its position.
-    Example: [Piece(prompt), Piece(image, learn=True)] is a text-to-image example.
+    dropped: a condition that is left out; a text leaves no trace, an image still takes its
+    position. Example: [Piece(prompt), Piece(image, learn=True)] is a text-to-image example.
     """
 
     segment: Segment
@@ -66,9 +67,10 @@ Example = Sequence[Piece]
 class PackedRow:
     """One row as numpy arrays, without padding. Arrays over L have the U tokens first, then the G.
 
-    order_L: place in the sequence. block_L, sample_L: which block and example. label_U and weight_U:
-    the token to predict from here (or NO_LABEL) and its loss weight. patch_U: places of ViT patches.
-    cell_G, noised_G, image_G: table row, target or clean, and which of `vae_images` a latent is of.
+    order_L: place in the sequence. block_L, sample_L: which block and example. label_U and
+    weight_U: the token to predict from here (or NO_LABEL) and its loss weight. patch_U: places of
+    ViT patches. cell_G, noised_G, image_G: table row, target or clean, and which of `vae_images` a
+    latent is of.
     """
 
     ids_U: np.ndarray
@@ -182,9 +184,9 @@ def pack_row(examples: Sequence[Example], frame: Frame, config: BagelConfig) -> 
 class PackedBatch:
     """Rows of equal padded size as tensors; names as in `PackedRow`, with leading B.
 
-    patch_V: flat places row * U + u of all ViT patches, B * U for padding. score_S: flat places that
-    are scored; label_S and weight_S belong to them (weight 0 is padding). latent_BGC: clean latents.
-    image_BG: which entry of the times drawn for this batch a latent uses.
+    patch_V: flat places row * U + u of all ViT patches, B * U for padding. score_S: flat places
+    that are scored; label_S and weight_S belong to them (weight 0 is padding). latent_BGC: clean
+    latents. image_BG: which entry of the times drawn for this batch a latent uses.
     """
 
     ids_BU: Tensor
@@ -298,8 +300,8 @@ def collate(
 
 @dataclass
 class TrainingOutput:
-    """ce_S: cross-entropy of each scored token, fp32, unweighted; right_S: whether its label was the
-    most likely token. velocity_BGC: predicted, fp32.
+    """ce_S: cross-entropy of each scored token, fp32, unweighted; right_S: whether its label was
+    the most likely token. velocity_BGC: predicted, fp32.
 
     embedded and hidden: what entered and left the decoder, per expert ([B * U, D], [B * G, D]).
     """
@@ -319,7 +321,9 @@ def training_forward(
     *,
     recompute: bool = False,
 ) -> TrainingOutput:
-    """One forward over packed rows. times_I: diffusion time of each image (clean ones ignore theirs)."""
+    """One forward over packed rows. times_I: diffusion time of each image (clean ones ignore
+    theirs).
+    """
     rows, width = batch.ids_BU.shape
     gen = batch.cell_BG.shape[1]
     x_UD = bagel.embed_ids(batch.ids_BU.flatten())

@@ -1,4 +1,5 @@
-"""Contexts → caches: what has been read before is not read again, and what is new is read in one forward.
+"""Contexts → caches: what has been read before is not read again, and what is new is read in one
+forward.
 
 `Engine` belongs to one set of weights; after they change (training), call `engine.forget()`.
 """
@@ -47,7 +48,8 @@ class Engine:
         waiting = list(dict.fromkeys(context.segments for context in contexts))
         done: dict[tuple[Segment, ...], KVCache] = {(): EMPTY}
         while waiting:
-            # two contexts that share an unread prefix: the shorter piece first, in a forward of its own
+            # two contexts that share an unread prefix: the shorter piece first, in a forward of
+            # its own
             jobs: dict[tuple[Segment, ...], tuple[tuple[Segment, ...], KVCache]] = {}
             for segments in waiting:
                 known, cache = self._longest_prefix(segments, done)
@@ -71,7 +73,9 @@ class Engine:
 
     @staticmethod
     def _fork_point(segments, known: int, waiting) -> int:
-        """Where the first other waiting context leaves this one, past what is known; else the end."""
+        """Where the first other waiting context leaves this one, past what is known; else the
+        end.
+        """
         end = len(segments)
         for other in waiting:
             shared = 0
@@ -82,7 +86,9 @@ class Engine:
         return end
 
     def _remember(self, read: dict[tuple[Segment, ...], KVCache]) -> None:
-        """Keep each cache under every prefix of its context; forget the oldest beyond `keep_bytes`."""
+        """Keep each cache under every prefix of its context; forget the oldest beyond
+        `keep_bytes`.
+        """
         for segments, cache in read.items():
             for end, link in zip(range(1, len(segments) + 1), cache.links(), strict=True):
                 self._prefixes[segments[:end]] = link
@@ -143,7 +149,9 @@ class Engine:
         return out
 
     def embed(self, batch: batching.RowBatch) -> tuple[Tensor, Tensor]:
-        """Embeddings of both experts' tokens of a clean batch (images at time 0): [U, D], [G, D]."""
+        """Embeddings of both experts' tokens of a clean batch (images at time 0): [U, D], [G,
+        D].
+        """
         bagel = self.bagel
         x_UD = bagel.embed_ids(batch.ids_U)
         if batch.vit_blocks:
@@ -158,7 +166,9 @@ class Engine:
         return x_UD, x_GD
 
     def latent_tokens(self, images: Sequence[ImageSegment]) -> list[Tensor]:
-        """Clean latent tokens [n, C] of each image, from its latent or by the VAE (posterior mean), once an image."""
+        """Clean latent tokens [n, C] of each image, from its latent or by the VAE (posterior
+        mean), once an image.
+        """
         bagel = self.bagel
         new = [image for image in dict.fromkeys(images) if image not in self._latents]
         pictures = [image for image in new if image.latent is None]

@@ -1,7 +1,8 @@
 """Say: batched, ragged sampling of text over cached contexts.
 
     engine = Engine(bagel)
-    said = say(bagel, engine.caches(contexts), forced=[...], temperature=0.5, max_tokens=512, generators=[...])
+    said = say(bagel, engine.caches(contexts), forced=..., temperature=0.5, max_tokens=512,
+               generators=...)
 
 Randomness comes from one generator a sample, so nothing depends on what else is in the batch.
 """
@@ -20,7 +21,8 @@ from umm_reflect.cache import KVCache, assemble
 from umm_reflect.layout import Row, text_block
 from umm_reflect.model import Bagel
 
-# Nested dictionaries from token id to what may follow; a leaf is empty. {7: {8: {}, 9: {}}} allows "7 8" and "7 9".
+# Nested dictionaries from token id to what may follow; a leaf is empty. {7: {8: {}, 9: {}}} allows
+# "7 8" and "7 9".
 Trie = dict[int, "Trie"]
 
 
@@ -28,9 +30,10 @@ Trie = dict[int, "Trie"]
 class Said:
     """What one sample said after its forced prefix.
 
-    sampled_ids: the ids, with the end token when the model chose it. logprobs: fp32, at the sampling temperature, one
-    an id (0 where there was no choice). allowed: the ids a constrained position chose from, else None.
-    chosen: whether the model had a choice. truncated: the budget ended before the text did.
+    sampled_ids: the ids, with the end token when the model chose it. logprobs: fp32, at the
+    sampling temperature, one an id (0 where there was no choice). allowed: the ids a constrained
+    position chose from, else None. chosen: whether the model had a choice. truncated: the budget
+    ended before the text did.
     """
 
     sampled_ids: tuple[int, ...]
@@ -92,12 +95,14 @@ def say(
     on_logits: Callable[[Tensor], None] | None = None,
     support: int | None = None,
 ) -> list[Said]:
-    """Continue each context with a text: the start token, `forced[r]`, then up to `max_tokens` sampled ids.
+    """Continue each context with a text: the start token, `forced[r]`, then up to `max_tokens`
+    sampled ids.
 
-    choices: the first sampled ids must follow this trie, with probabilities renormalised over what is legal at each
-    step. Then sampling is free: softmax(logits / temperature) over the first `support` ids (default: those that the
-    tokenizer can spell). Stops at the end token, at a `stop_ids` token, when `stop_after(ids)` says so, or at the cap.
-    force: ids to take instead of sampling (their log-probs are still the model's). on_token(row, id) streams.
+    choices: the first sampled ids must follow this trie, with probabilities renormalised over what
+    is legal at each step. Then sampling is free: softmax(logits / temperature) over the first
+    `support` ids (default: those that the tokenizer can spell). Stops at the end token, at a
+    `stop_ids` token, when `stop_after(ids)` says so, or at the cap. force: ids to take instead of
+    sampling (their log-probs are still the model's). on_token(row, id) streams.
 
     Draws one uniform number a token from each row's generator. The caches stay as they are.
     Raises ValueError for a temperature that is not positive, or lengths that differ.

@@ -1,6 +1,7 @@
 """The SigLIP tower and its connector, over packed patches of any number of images.
 
-Legend: N patches of all images together, W tower width, D model width. Names of the modules are the checkpoint's.
+Legend: N patches of all images together, W tower width, D model width. Names of the modules are
+the checkpoint's.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _Encoder(nn.Module):
 class _Embeddings(nn.Module):
     def __init__(self, config: ViTConfig):
         super().__init__()
-        # a linear over flattened patches, (row, column, channel) inside: the checkpoint stores it so
+        # a linear over flattened patches, (row, column, channel) inside, as the checkpoint has it
         self.patch_embedding = nn.Linear(3 * config.patch_size**2, config.hidden_size)
         self.position_embedding = nn.Embedding(config.grid_side**2, config.hidden_size)
 
@@ -85,7 +86,8 @@ class ViT(nn.Module):
     def forward(
         self, patches_NP: Tensor, ids_N: Tensor, lengths: Sequence[int], backend: Backend = "auto"
     ) -> Tensor:
-        """patches_NP: [N, 3 * patch²] in [-1, 1]; ids_N: grid cell row * side + column; lengths: patches per image.
+        """patches_NP: [N, 3 * patch²] in [-1, 1]; ids_N: grid cell row * side + column; lengths:
+        patches per image.
 
         Returns [N, W] after the last layer norm.
         """
