@@ -196,7 +196,7 @@ def empty_bagel(config: BagelConfig) -> Bagel:
 
 @contextmanager
 def _no_initialisation() -> Iterator[None]:
-    """Skip random initial values, which a meta module cannot hold and which cost a second of imports."""
+    """Skip random initial values: a meta module holds none, and their imports cost a second."""
     reset = {cls: cls.reset_parameters for cls in (nn.Linear, nn.Embedding, nn.LayerNorm)}
     reset |= {cls: cls.reset_parameters for cls in (nn.Conv2d, nn.GroupNorm)}
     try:
