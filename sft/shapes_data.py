@@ -1,15 +1,12 @@
-"""The shapes world as packed training rows: worker processes draw, lay out and pack; a store holds
-the rows.
+"""The shapes world as packed training rows: workers draw, lay out and pack; a store holds the rows.
 
 Three kinds of rows, each of one fixed size, so that a training step has static shapes:
-- `draw` rows: one text-to-image example each, under the prompt alone (local view), under system
-prompt and
-  prompt (full view), or under nothing (for guidance).
-- `look` rows: bins of whole trajectories (CE on every turn, flow matching on every faithful image,
-in the running
-  context) and of single edits in the local view, some of them with a condition left out.
-- `own` rows: bins of looks at the model's own first images, which `eval.collect` drew and judged
-(CE only).
+
+draw  one text-to-image example each, under the prompt alone (local view), under system prompt and
+      prompt (full view), or under nothing (for guidance)
+look  bins of whole trajectories (CE on every turn, flow matching on every faithful image, in the
+      running context) and of single edits in the local view, some with a condition left out
+own   bins of looks at the model's own first images, which `eval.collect` drew and judged (CE only)
 
     shards = make_shards(plan, folder)            # on all cores
     store = load_store(shards, "look", vae, device)

@@ -1,11 +1,12 @@
-"""The three verbs of a unified model: read (`Engine`), say and draw. Each is batched and ragged,
-the model first.
+"""The three verbs of a unified model: read (`Engine`), say, draw. Each is batched and ragged.
 
-engine = Engine(bagel)
-caches = engine.caches(contexts)                                    # reads what has not been read
-yet said = say(bagel, caches, forced=..., temperature=0.5, max_tokens=512, generators=...)
-drawn = draw(engine, [DrawRequest(context, text_uncond, image_uncond, (512, 512), generator)],
-settings)
+    engine = Engine(bagel)
+    caches = engine.caches(contexts)             # reads what has not been read yet
+    said = say(bagel, caches, forced=..., temperature=0.5, max_tokens=512, generators=...)
+    request = DrawRequest(context, text_uncond, image_uncond, (512, 512), generator)
+    [drawn] = draw(engine, [request], settings)
+
+They live in prefill.py, say.py and draw.py.
 """
 
 from umm_reflect.draw import Drawn, DrawRequest, draw

@@ -1,13 +1,12 @@
-"""The sequence format, and the only place that knows it: segments → tokens, positions, attention
-modes, experts.
+"""The sequence format, and the only place that knows it: segments → tokens, positions, modes.
 
-    segment                     tokens                          positions           mode    seen by
-    later tokens text                        start, ids…, end                p, p+1, …
-    causal  yes image, VAE block (clean)    image_start, latents, image_end all p, then p += 1
-    full    yes image, ViT block            image_start, patches, image_end all p, then p += 1
-    full    yes image being drawn / noised  image_start, latents, image_end all p, p stays
-    noise   no
+    segment                     tokens                           positions           mode    hidden?
+    text                        start, ids ..., end              p, p + 1, ...       causal  no
+    image, VAE block (clean)    image_start, latents, image_end  all p, then p += 1  full    no
+    image, ViT block            image_start, patches, image_end  all p, then p += 1  full    no
+    image being drawn, noised   image_start, latents, image_end  all p, p stays      noise   yes
 
+hidden: from all later tokens. A full or noised block sees all of itself and all before it.
 An image that enters as "vae+vit" is a VAE block followed by a ViT block. Only latent tokens use
 the generation expert; text, patches and all markers use the understanding expert. A clean copy
 that follows a noised target gets the target's own position. Source: BAGEL, recorded in the golden
