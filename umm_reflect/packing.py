@@ -283,7 +283,9 @@ def collate(
         mine = latents[offsets[i] : offsets[i + 1]]
         if mine:
             latent[i, : len(row.cell_G)] = torch.cat([x.float().cpu() for x in mine])
-    arrays["image_BG"] += torch.from_numpy(offsets[:-1].astype(np.int32))[:, None]
+    # a row without images pads with the last one, so that every place names a time
+    first = offsets[:-1].clip(max=max(int(offsets[-1]) - 1, 0)).astype(np.int32)
+    arrays["image_BG"] += torch.from_numpy(first)[:, None]
     return PackedBatch(
         **{name: t if t.dtype == torch.bool else t.long() for name, t in arrays.items()},
         score_S=score,
@@ -402,22 +404,17 @@ def fill_bins(sizes: Sequence[tuple[int, ...]], capacity: tuple[int, ...]) -> li
     for index, size in enumerate(sizes):
         if any(s > c for s, c in zip(size, capacity, strict=True)):
             raise ValueError(f"item {index} has size {size}, more than a bin's {capacity}")
-    order = sorted(range(len(sizes)), key=lambda i: sizes[i], reverse=True)
     bins: list[list[int]] = []
-    room: list[list[int]] = []
-    open_bins: list[int] = []
-    for i in order:
-        best, best_left = -1, None
-        for b in open_bins:
-            left = [r - s for r, s in zip(room[b], sizes[i], strict=True)]
-            if min(left) >= 0 and (best_left is None or left[0] < best_left):
-                best, best_left = b, left[0]
-        if best < 0:
+    room = np.zeros((len(sizes), len(capacity)), np.int64)
+    for i in sorted(range(len(sizes)), key=lambda i: sizes[i], reverse=True):
+        left = room[: len(bins)] - np.asarray(sizes[i])
+        fits = np.flatnonzero((left >= 0).all(1))
+        if len(fits):
+            best = int(fits[left[fits, 0].argmin()])
+        else:
+            best = len(bins)
             bins.append([])
-            room.append(list(capacity))
-            open_bins.append(len(bins) - 1)
-            best = len(bins) - 1
+            room[best] = capacity
         bins[best].append(i)
-        room[best] = [r - s for r, s in zip(room[best], sizes[i], strict=True)]
-        open_bins = [b for b in open_bins if min(room[b]) > 0][-64:]
+        room[best] -= sizes[i]
     return bins
