@@ -28,7 +28,7 @@ from eval.shapes_templates import Match, match
 from eval.verdict import Verdict
 from umm_reflect.shapes.scene import COLORS
 
-MISMATCH = 0.09  # a blob that fits its best kind worse is malformed; broken shapes begin at 0.12
+MISMATCH = 0.11  # a blob that fits its best kind worse is malformed; broken shapes begin at 0.12
 READ_SIDE = 128  # the side, in pixels, at which images are read
 _READ_AS_IS = (112, 160)  # images with a longer side in this range are not resized
 
