@@ -1,0 +1,131 @@
+"""Put measured figures into README.md and the model card: no number there is typed by hand.
+
+    python -m eval.readme            # rewrites the blocks between <!-- figures:NAME --> marks
+    python -m eval.readme --check    # exit code 1 when a block differs from its result file
+
+The figures come from files that commands wrote: `umm-reflect eval` (results/*/summary.json) and
+`python -m agent.full_size` (full_size.json), both kept under pretrained/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from umm_reflect.files import write_aside
+
+ROOT = Path(__file__).resolve().parent.parent
+NANO = ROOT / "pretrained" / "bagel-nano-shapes"
+FILES = (ROOT / "README.md", NANO / "README.md")
+RESULTS = NANO / "results"
+FULL_SIZE = ROOT / "pretrained" / "results" / "full_size_h200.json"
+MARK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
+
+LINES = {
+    "accuracy_at_0": "first image right",
+    "accuracy_at_1": "right within one edit",
+    "accuracy_at_2": "right within two edits",
+    "accuracy_at_3": "right within three edits",
+    "final_accuracy": "image handed out right",
+    "repair": "wrong first images that end right",
+    "damage": "right first images that end wrong",
+    "look_on_right": "looks at right images that say done",
+    "look_on_wrong": "looks at wrong images that say edit",
+    "protocol_valid": "turns all in legal form",
+}
+
+
+def evaluation() -> str:
+    """One column a test set and edit view, one line a figure, with 95 % intervals."""
+    paths = sorted(RESULTS.glob("*/summary.json"))
+    if not paths:
+        raise ValueError(f"{RESULTS} holds no results: run umm-reflect eval and put them there")
+    columns = [
+        (name, view, result)
+        for path in paths
+        for name, views in json.loads(path.read_text(encoding="utf-8"))["sets"].items()
+        for view, result in views.items()
+        if isinstance(result, dict) and "all" in result
+    ]
+    order = ("shapes553", "compound", "hard")
+    columns.sort(key=lambda column: (order.index(column[0]), column[1] != "local"))
+    head = [f"{name}, {view}" for name, view, _ in columns]
+    sizes = [f"{r['rows']} prompts, {len(r['seeds'])} seeds" for *_, r in columns]
+    lines = [
+        "| | " + " | ".join(head) + " |",
+        "|---" * (len(head) + 1) + "|",
+        "| | " + " | ".join(sizes) + " |",
+    ]
+    for key, label in LINES.items():
+        cells = [_percent(result["all"].get(key)) for *_, result in columns]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _percent(estimate: dict | None) -> str:
+    if not estimate or estimate["value"] is None:
+        return "–"
+    value, low, high = (100 * estimate[k] for k in ("value", "low", "high"))
+    return f"{value:.1f} ({low:.1f}–{high:.1f})"
+
+
+def full_size() -> str:
+    """What a full-size model costs: seconds and memory of one run on random weights."""
+    told = json.loads(FULL_SIZE.read_text(encoding="utf-8"))
+    gib = 2**30
+    pictures = [p for p in told["parts"] if p["name"].startswith("picture")]
+    turns = [p for p in told["parts"] if p["name"].startswith("turn")]
+    tokens = told["turn_tokens"]
+    edits = [p["seconds"] for p in pictures[1:]]
+    speed = [n / t["own"] for n, t in zip(tokens, turns, strict=True)]
+    rows = [
+        ("load 29.2 GB (from the page cache)", f"{told['load_seconds']:.1f} s"),
+        ("host memory while loading", f"{told['host_grown_by_weights']:.2f} × the weights"),
+        ("peak GPU memory", f"{told['gpu_peak_reserved_bytes'] / gib:.1f} GiB"),
+        ("first image (two branches, cold start)", f"{pictures[0]['seconds']:.1f} s"),
+        ("an edit (three branches)", f"{min(edits):.1f}–{max(edits):.1f} s"),
+        ("a guided step", f"{told['step']['guided']['tflop_per_second']:.0f} TFLOP/s"),
+        ("text", f"{min(speed):.0f}–{max(speed):.0f} tokens/s"),
+    ]
+    lines = [f"| {told['device']}, {told['size']}², {told['points']} points | |", "|---|---|"]
+    return "\n".join(lines + [f"| {what} | {figure} |" for what, figure in rows]) + "\n"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"evaluation": evaluation, "full-size": full_size}
+
+
+def filled(text: str) -> str:
+    """The text with every marked block made anew. Raises ValueError for an unknown block."""
+
+    def block(match: re.Match) -> str:
+        name = match.group(2)
+        if name not in BLOCKS:
+            raise ValueError(f"no figures are called {name!r}; known: {', '.join(BLOCKS)}")
+        return match.group(1) + BLOCKS[name]() + match.group(3)
+
+    return MARK.sub(block, text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m eval.readme", description="Fill in figures.")
+    parser.add_argument("--check", action="store_true", help="only compare")
+    check = parser.parse_args(argv).check
+    stale = []
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        if filled(text) != text:
+            stale.append(path)
+            if not check:
+                write_aside(path, filled(text))
+    for path in stale:
+        name = path.relative_to(ROOT)
+        print(f"{name} differs from its result files" if check else f"{name} rewritten")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
