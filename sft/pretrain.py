@@ -28,7 +28,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from sft.shapes_data import SIZE, VIT_SIZE, RowStore, ShardPlan, load_store, make_shards
-from sft.vae import noticed_signals, read_vae_config
+from sft.vae import read_vae_config
 from umm_reflect.checkpoint import (
     attach_tokens,
     attach_vae,
@@ -46,6 +46,7 @@ from umm_reflect.model import Bagel, compile_operations
 from umm_reflect.packing import PackedBatch, training_forward
 from umm_reflect.profile import ReflectionProfile, SaySettings, save_profile
 from umm_reflect.tokens import Tokens
+from umm_reflect.training.signals import noticed_signals
 
 SYSTEM_PROMPT = "You draw shapes, look at the picture and correct it until it is right."
 STATE = "state.safetensors"
@@ -152,7 +153,7 @@ def load_trained_vae(folder: Path, device: torch.device, dtype: torch.dtype) -> 
 
 
 def nano_profile() -> ReflectionProfile:
-    """How the nano checkpoints are run: no guidance, 24 steps, short turns."""
+    """How the nano checkpoints are run: text guidance 2 above t = .3, 24 steps, short turns."""
     settings = DrawSettings(
         points=25, timestep_shift=2.0, text_scale=2.0, image_scale=1.0, interval=(0.3, 1.0)
     )
@@ -259,11 +260,13 @@ def held_out(
 
 def train(config: Config) -> Path:
     from umm_reflect.device import resolve_device, resolve_dtype
+    from umm_reflect.settings import to_yaml
     from umm_reflect.training.metrics import MetricsLog, plot_curves
     from umm_reflect.training.optim import Optimizer
 
     out = Path(config.output_dir)
     out.mkdir(parents=True, exist_ok=True)
+    write_aside(out / "config.yaml", to_yaml(config))
     log = MetricsLog(out)
     began = time.time()
     workers = config.workers or max(1, (os.cpu_count() or 2) - 1)
