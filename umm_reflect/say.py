@@ -9,6 +9,7 @@ Randomness comes from one generator a sample, so nothing depends on what else is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from umm_reflect.model import Bagel
 # Nested dictionaries from token id to what may follow; a leaf is empty. {7: {8: {}, 9: {}}} allows
 # "7 8" and "7 9".
 Trie = dict[int, "Trie"]
+# Devices without fp64: there the choice is made on the CPU.
+NO_DOUBLES = ("mps", "npu")
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ def say(
     sampling (their log-probs are still the model's). on_token(row, id) streams.
 
     Draws one uniform number a token from each row's generator. The caches stay as they are.
-    Raises ValueError for a temperature that is not positive, or lengths that differ.
+    Raises ValueError for a temperature that is not positive, or lengths that differ, and
+    FloatingPointError when the logits are no numbers.
     """
     rows = len(caches)
     if not rows:
@@ -171,7 +175,10 @@ def _choose(
     greedy: bool,
     support: int,
 ) -> tuple[list[int], list[float]]:
-    """One token a row by inverse transform of its own uniform number, and its log-prob (fp32)."""
+    """One token a row by inverse transform of its own uniform number, and its log-prob (fp32).
+
+    Raises FloatingPointError where the log-prob of what was taken is no number.
+    """
     scores = logits.float()
     scores[:, support:] = -torch.inf
     legal = [s.legal() for s in speakers]
@@ -184,6 +191,8 @@ def _choose(
         scores = scores.masked_fill(closed.to(scores.device), -torch.inf)
     if not greedy:
         scores = scores / temperature
+    if scores.device.type in NO_DOUBLES:
+        scores, uniform = scores.cpu(), uniform.cpu()
     logprobs = scores.log_softmax(-1)
     if greedy:
         tokens = scores.argmax(-1)
@@ -191,11 +200,17 @@ def _choose(
         mass = logprobs.double().exp().cumsum(-1)
         goal = uniform.double()[:, None] * mass[:, -1:]
         tokens = torch.searchsorted(mass, goal, right=True).squeeze(-1)
+        tokens = tokens.clamp_max(scores.shape[-1] - 1)  # logits that are no numbers lead beyond
     for row, speaker in enumerate(speakers):
         if speaker.force is not None:
             tokens[row] = speaker.force[len(speaker.ids)]
     picked = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
     both = torch.stack([tokens.double(), picked.double()]).tolist()  # one transfer a step
+    if any(math.isnan(logprob) for logprob in both[1]):
+        raise FloatingPointError(
+            "the model's words have no probability: the weights or the number type are broken; "
+            "try --dtype float32"
+        )
     return [int(t) for t in both[0]], both[1]
 
 
