@@ -18,7 +18,8 @@ from torch import Tensor
 from tests.tiny import TINY, write_tiny_checkpoint
 from umm_reflect import checkpoint
 from umm_reflect.checkpoint import TensorFiles, load, save
-from umm_reflect.errors import CheckpointError
+from umm_reflect.config import FLUX_VAE, BagelConfig
+from umm_reflect.errors import CheckpointError, UsageError
 from umm_reflect.vit import sincos_table
 
 UNFIT = "Config and weights do not belong together, or the file is damaged"
@@ -184,6 +185,35 @@ def edit_json(path: Path, **changes) -> None:
 # --- what the tensors decide ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("llm_config.json", "[]", "holds no JSON object"),
+        ("config.json", "7", "holds no JSON object"),
+        ("llm_config.json", {"hidden_size": "wide"}, "hidden_size is 'wide', which is no whole"),
+        ("llm_config.json", {"num_attention_heads": 0}, "num_attention_heads is 0, which is no"),
+        ("vit_config.json", {"patch_size": 14.5}, "patch_size is 14.5, which is no whole number"),
+        ("config.json", {"latent_patch_size": True}, "latent_patch_size is True, which is no"),
+        ("config.json", {"vit_max_num_patch_per_side": []}, "vit_max_num_patch_per_side is []"),
+    ],
+)
+def test_a_config_of_the_wrong_form_is_refused_by_name(folder, name, content, line):
+    path = folder / name
+    if isinstance(content, dict):
+        edit_json(path, **content)
+    else:
+        path.write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        BagelConfig.from_folder(folder)
+    assert f"{path}" in str(caught.value)
+    assert line in str(caught.value)
+
+
+def test_a_config_may_leave_the_autoencoder_out(folder):
+    edit_json(folder / "config.json", vae_config=None)
+    assert BagelConfig.from_folder(folder).vae == FLUX_VAE
+
+
 def test_the_grid_sides_come_from_the_tensors_and_not_from_the_config(folder):
     def change(state):
         state["latent_pos_embed.pos_embed"] = sincos_table(5, 32)
@@ -254,7 +284,7 @@ def test_a_loaded_model_holds_the_files_numbers_and_is_ready_to_run(folder):
 
 
 def test_an_unknown_attention_kernel_is_refused_with_the_choices(folder):
-    with pytest.raises(ValueError, match="unknown attention backend 'fast'; choose one of auto, "):
+    with pytest.raises(UsageError, match=r"no attention kernel 'fast'\. One of auto, "):
         load(folder, device="cpu", attn="fast")
 
 

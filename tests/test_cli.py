@@ -108,6 +108,13 @@ ERRORS = {
         1,
         "error: gradio is not installed. Install the extra: pip install -e '.[serve]'",
     ),
+    "little memory on the CPU": (
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+        1,
+        "error: out of memory",
+    ),
+    "broken weights": (FloatingPointError("a picture is not finite"), 1, "error: a picture is not"),
+    "a file as a folder": (FileExistsError(errno.EEXIST, "File exists", "/x"), 1, "error: file ex"),
     "Ctrl-C": (KeyboardInterrupt(), 130, "interrupted; nothing half-written"),
 }
 

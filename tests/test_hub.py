@@ -209,6 +209,12 @@ WRONG_PROFILES = {
     "a size": ({"size": [128]}, "size is [128]; give [height, width]"),
     "a bound": ({"draw": {"first": {"points": 1}}}, "points is 1; give at least 2"),
     "a prompt": ({"system_prompt": {"file": "x"}}, "Give either text, or file and sha256."),
+    "a prompt of no words": (
+        {"system_prompt": {"text": 5}},
+        "system_prompt.text is 5, which is",
+    ),
+    "a switch": ({"transforms": {"truncate": "no"}}, "transforms.truncate is 'no'; give true or"),
+    "a stride": ({"transforms": {"vit_patch": 0}}, "transforms.vit_patch is 0; give pixels, 1 or"),
     "a way out": ({"system_prompt": {"file": "../x", "sha256": ""}}, "leaves the folder"),
 }
 

@@ -217,7 +217,7 @@ def test_unreadable_pictures_are_one_line_errors(tmp_path):
         ("text.png", "is not a picture"),
         ("empty.png", "is not a picture"),
         ("short.png", "cannot be read"),
-        (".", "cannot be read"),
+        (".", "is a folder. Name an image inside it"),
     ]:
         with pytest.raises(UserError, match=message) as caught:
             load_image(tmp_path / name)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from umm_reflect.attention import BACKENDS
 from umm_reflect.config import BagelConfig
-from umm_reflect.errors import CheckpointError
+from umm_reflect.errors import CheckpointError, UsageError
 from umm_reflect.layout import Frame
 from umm_reflect.model import Bagel
 from umm_reflect.tokens import Tokens
@@ -116,14 +116,14 @@ def load(
     accelerator, fp32 on a CPU) or a torch dtype. attn: one of `attention.BACKENDS`. adapter: a
     PEFT LoRA folder or id. vae_dtype: the VAE's; default: the model's.
 
-    Returns a `Bagel` in eval mode with `vae`, `tokens`, `frame` and `folder` set. Raises
-    CheckpointError.
+    Returns a `Bagel` in eval mode with `vae`, `tokens`, `frame` and `folder` set. Errors:
+    CheckpointError for files, UsageError for a device, dtype or attn that is not there.
     """
     from umm_reflect.device import resolve_device, resolve_dtype
     from umm_reflect.hub import resolve
 
     if attn not in BACKENDS:
-        raise ValueError(f"unknown attention backend {attn!r}; choose one of {', '.join(BACKENDS)}")
+        raise UsageError(f"there is no attention kernel '{attn}'", f"One of {', '.join(BACKENDS)}.")
     folder = resolve(name)
     target = resolve_device(device)
     number = resolve_dtype(dtype, target)

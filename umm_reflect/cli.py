@@ -157,7 +157,10 @@ def describe(error: Exception) -> tuple[str, int] | None:
     """(one line, exit code) for an error that a person can act on; None for a bug of ours."""
     if isinstance(error, UserError):
         return _single_line(str(error)), error.exit_code
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+    if isinstance(error, FloatingPointError):  # weights that are no numbers
+        return _single_line(str(error)), 1
+    no_memory = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
+    if no_memory or "DefaultCPUAllocator: can't allocate memory" in str(error):
         remedy = (
             "Draw smaller (--size), fewer at a time (--batch-size), or see what fits: "
             "umm-reflect doctor --plan --model MODEL"
@@ -201,6 +204,7 @@ def _os_error(error: OSError) -> str:
         errno.EACCES: "Check the permissions, or write elsewhere (--output-dir).",
         errno.ENOENT: "Check the path.",
         errno.ENOTDIR: "Check the path: a part of it is a file.",
+        errno.EEXIST: "Check the path: it is a file.",
         errno.EISDIR: "Check the path: it is a folder.",
     }
     return f"{what}{where}. {remedies.get(error.errno or 0, '(--debug shows where)')}"

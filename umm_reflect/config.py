@@ -115,13 +115,14 @@ class BagelConfig:
         folder = Path(folder)
         llm = _read_json(folder / "llm_config.json")
         vit = _read_json(folder / "vit_config.json")
-        top = _read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+        path = folder / "config.json"
+        top = _read_json(path) if path.exists() else {}
         return cls(
             llm=_llm_config(llm, folder / "llm_config.json"),
             vit=_vit_config(vit, top, folder / "vit_config.json"),
-            vae=_vae_config(top.get("vae_config", {})),
-            latent_patch_size=top.get("latent_patch_size", 2),
-            latent_grid_side=top.get("max_latent_size", 64),
+            vae=_vae_config(top.get("vae_config") or {}),
+            latent_patch_size=_count(top, "latent_patch_size", path, 2),
+            latent_grid_side=_count(top, "max_latent_size", path, 64),
         )
 
     def to_files(self, folder: str | Path, *, bos_token_id: int, eos_token_id: int) -> None:
@@ -192,7 +193,7 @@ class BagelConfig:
 
 def _read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent} is not a BAGEL checkpoint folder: {path.name} is missing",
@@ -202,44 +203,52 @@ def _read_json(path: Path) -> dict:
         raise CheckpointError(
             f"{path} is not readable as JSON ({error})", "Fetch the file again"
         ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object", "Fetch the file again")
+    return content
 
 
-def _need(content: dict, key: str, path: Path):
-    if key not in content:
+def _count(content: dict, key: str, path: Path, default: int | None = None) -> int:
+    """A whole number above 0; CheckpointError that names the key for anything else."""
+    value = content.get(key, default)
+    if value is None:
         raise CheckpointError(
             f"{path} has no key {key!r}", "The file belongs to another kind of model"
         )
-    return content[key]
+    if type(value) is not int or value < 1:
+        raise CheckpointError(
+            f"{path}: {key} is {value!r}, which is no whole number above 0", "Fetch it again"
+        )
+    return value
 
 
 def _llm_config(content: dict, path: Path) -> LLMConfig:
-    heads = _need(content, "num_attention_heads", path)
-    hidden = _need(content, "hidden_size", path)
+    heads = _count(content, "num_attention_heads", path)
+    hidden = _count(content, "hidden_size", path)
+    # transformers 5 nests the value; the original's class default (1e4) is wrong for every
+    # released file
+    nested = content.get("rope_parameters") or {}
     return LLMConfig(
         hidden_size=hidden,
-        num_layers=_need(content, "num_hidden_layers", path),
+        num_layers=_count(content, "num_hidden_layers", path),
         num_heads=heads,
-        num_kv_heads=_need(content, "num_key_value_heads", path),
+        num_kv_heads=_count(content, "num_key_value_heads", path),
         head_dim=content.get("head_dim") or hidden // heads,
-        intermediate_size=_need(content, "intermediate_size", path),
-        vocab_size=_need(content, "vocab_size", path),
+        intermediate_size=_count(content, "intermediate_size", path),
+        vocab_size=_count(content, "vocab_size", path),
         rms_norm_eps=content.get("rms_norm_eps", 1e-6),
-        # transformers 5 nests the value; the original's class default (1e4) is wrong for every
-        # released file
-        rope_theta=float(
-            content.get("rope_theta") or content.get("rope_parameters", {}).get("rope_theta", 1e6)
-        ),
+        rope_theta=float(content.get("rope_theta") or nested.get("rope_theta", 1e6)),
     )
 
 
 def _vit_config(content: dict, top: dict, path: Path) -> ViTConfig:
     return ViTConfig(
-        hidden_size=_need(content, "hidden_size", path),
-        num_layers=_need(content, "num_hidden_layers", path) - 1,
-        num_heads=_need(content, "num_attention_heads", path),
-        intermediate_size=_need(content, "intermediate_size", path),
-        patch_size=_need(content, "patch_size", path),
-        grid_side=top.get("vit_max_num_patch_per_side", 70),
+        hidden_size=_count(content, "hidden_size", path),
+        num_layers=_count(content, "num_hidden_layers", path) - 1,
+        num_heads=_count(content, "num_attention_heads", path),
+        intermediate_size=_count(content, "intermediate_size", path),
+        patch_size=_count(content, "patch_size", path),
+        grid_side=_count(top, "vit_max_num_patch_per_side", path.with_name("config.json"), 70),
         layer_norm_eps=content.get("layer_norm_eps", 1e-6),
     )
 

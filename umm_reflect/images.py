@@ -47,6 +47,8 @@ def load_image(source: str | Path | bytes) -> Image.Image:
             return to_rgb(image)
     except FileNotFoundError:
         raise UserError(f"{name} does not exist", "Check the path of the image.") from None
+    except IsADirectoryError:
+        raise UserError(f"{name} is a folder", "Name an image inside it.") from None
     except UnidentifiedImageError:
         raise UserError(f"{name} is not a picture", "Give a PNG, JPEG or WebP file.") from None
     except Image.DecompressionBombError:

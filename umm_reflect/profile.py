@@ -169,6 +169,9 @@ def _check_keys(content: Any, known: tuple[str, ...], path: Path, at: str) -> No
 
 def _system_prompt(content: Any, path: Path) -> str:
     _check_keys(content, ("text", "file", "sha256"), path, "system_prompt.")
+    for key, value in content.items():
+        if not isinstance(value, str):
+            raise ValueError(f"system_prompt.{key} is {value!r}, which is no text")
     if set(content) == {"text"}:
         return content["text"]
     if set(content) != {"file", "sha256"}:
@@ -191,6 +194,12 @@ def _transforms(content: Any, path: Path) -> Transforms:
             if not isinstance(rule, list) or [type(n) for n in rule] != [int] * 3:
                 raise ValueError(f"transforms.{block} is {rule!r}; give [max, min, stride]")
             rules[block] = tuple(rule)
+    for key in ("root_area", "resize_twice", "truncate"):
+        if type(content.get(key, False)) is not bool:
+            raise ValueError(f"transforms.{key} is {content[key]!r}; give true or false")
+    for key in ("latent_stride", "vit_patch"):
+        if type(content.get(key, 1)) is not int or content.get(key, 1) < 1:
+            raise ValueError(f"transforms.{key} is {content[key]!r}; give pixels, 1 or more")
     transforms = mended_transforms(**rules)
     if "root_area" in content:
         transforms = replace(
