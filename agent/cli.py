@@ -13,6 +13,7 @@ From a checkout without the console command: python -m agent.cli reflect ...
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import sys
 import tempfile
@@ -38,6 +39,7 @@ from umm_reflect.errors import UsageError, UserError
 from umm_reflect.settings import parse, to_mapping
 
 if TYPE_CHECKING:
+    from agent.policy import Policy
     from agent.trace import About
     from agent.types import Trajectory
     from umm_reflect.model import Bagel
@@ -105,20 +107,16 @@ class Run:
                     f"Give at most {MAX_PROMPT_TOKENS}.",
                 )
         self.config.output_dir.mkdir(parents=True, exist_ok=True)
-        if line := vocabulary_note(self.prompts, model):
+        if line := vocabulary_note(self.prompts, model, editing=self.source is not None):
             print(line, file=sys.stderr)
 
     def load(self) -> None:
-        from agent.policy import BagelPolicy, ForcedTurns
         from umm_reflect import Bagel
 
         config, began = self.config, time.perf_counter()
         options = {"device": config.device, "dtype": config.dtype, "attn": config.attn}
-        bagel = Bagel.from_pretrained(str(self.folder), adapter=config.adapter, **options)
-        self.policy = BagelPolicy(bagel, self.profile)
-        if isinstance(config, ReflectConfig) and config.forced_turns:
-            self.policy = ForcedTurns(self.policy, config.forced_turns)
-        self.about = self._about(bagel)
+        self.bagel = Bagel.from_pretrained(str(self.folder), adapter=config.adapter, **options)
+        self.about = self._about(self.bagel)
         place = f"{self.about.versions['device']} {self.about.versions['dtype']}"
         print(f"{self.folder.name} on {place}, loaded in {time.perf_counter() - began:.1f} s")
 
@@ -128,13 +126,31 @@ class Run:
         for start in range(0, len(self.prompts), self.config.batch_size):
             batch = slice(start, start + self.config.batch_size)
             prompts, named = self.prompts[batch], samples[batch]
-            names = [
-                _folder_name(prompt, sample, self.config.seed, len(self.prompts) > 1)
-                for prompt, sample in zip(prompts, named, strict=True)
-            ]
+            names = [self._name(*pair) for pair in zip(prompts, named, strict=True)]
             trajectories = self._batch(prompts, named, names)
             for name, trajectory in zip(names, trajectories, strict=True):
                 self._save(name, trajectory)
+
+    def _policy(self) -> Policy:
+        """A new one for each batch: policies remember what they have read."""
+        from agent.policy import BagelPolicy, ForcedTurns
+
+        policy = BagelPolicy(self.bagel, self.profile)
+        if isinstance(self.config, ReflectConfig) and self.config.forced_turns:
+            return ForcedTurns(policy, self.config.forced_turns)
+        return policy
+
+    def _name(self, prompt: str, sample: int | str) -> str:
+        """The folder of a prompt's run; a number is added where it holds another run."""
+        from agent import trace
+
+        first = _folder_name(prompt, sample, self.config.seed, len(self.prompts) > 1)
+        run = trace.RunName(prompt, self.config.seed, sample, self.source)
+        for number in itertools.count(1):
+            name = first if number == 1 else f"{first}-{number}"
+            if trace.may_take(self.config.output_dir / name, run, self.about):
+                return name
+        raise AssertionError("there is always a next number")
 
     def _batch(
         self, prompts: list[str], samples: list[int | str], names: list[str]
@@ -151,9 +167,9 @@ class Run:
         try:
             with Printer(names) as printer:
                 if not isinstance(self.config, ReflectConfig):
-                    return draw_once(self.policy, prompts, watcher=printer, **common)
+                    return draw_once(self._policy(), prompts, watcher=printer, **common)
                 return run_episodes(
-                    self.policy,
+                    self._policy(),
                     prompts,
                     max_rounds=self.profile.say.max_rounds,
                     max_tokens=self.profile.say.max_tokens,
@@ -223,6 +239,7 @@ def _prompts(config: DrawConfig) -> list[str]:
             raise UsageError(
                 "the prompt is empty", 'Say what to draw, for example "two red circles".'
             )
+        _check_text(config.prompt)
         return [config.prompt.strip()]
     if config.prompt:
         raise UsageError("there is a prompt and a --prompts-file", "Give one of them.")
@@ -234,6 +251,16 @@ def _prompts(config: DrawConfig) -> list[str]:
     if not prompts:
         raise UserError(f"{config.prompts_file} holds no prompts", "One prompt a line.")
     return prompts
+
+
+def _check_text(prompt: str) -> None:
+    """UsageError for bytes that are no text in the terminal's encoding."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            "the prompt holds bytes that are no UTF-8 text", "Check the terminal's encoding."
+        ) from None
 
 
 def _samples(first: int | str, count: int) -> list[int | str]:

@@ -154,15 +154,23 @@ def resolved_profile(profile: ReflectionProfile, config: DrawConfig) -> Reflecti
 
 
 def loop_options(config: ReflectConfig) -> Options:
-    """The named options of the loop with what was asked for on the command line."""
+    """The named options of the loop with what was asked for on the command line.
+
+    Forced turns repeat words and edits that may change nothing: no guard ends them.
+    """
     from agent.types import PROFILES
 
-    given = {"retries": config.retries, "same_edit_limit": config.same_edit_limit}
-    given = {name: value for name, value in given.items() if value is not None}
+    given: dict[str, Any] = {}
+    if config.forced_turns:
+        given |= {"stop_repeated_text": False, "same_edit_limit": 0, "min_change": 0.0}
+    asked = {"retries": config.retries, "same_edit_limit": config.same_edit_limit}
+    given |= {name: value for name, value in asked.items() if value is not None}
     return replace(PROFILES[config.profile], **given)
 
 
-def vocabulary_note(prompts: Sequence[str], model: BagelConfig) -> str | None:
+def vocabulary_note(
+    prompts: Sequence[str], model: BagelConfig, *, editing: bool = False
+) -> str | None:
     """One line about words that the shapes model has never seen; None for other models."""
     from umm_reflect.config import NANO as NANO_CONFIG
 
@@ -171,7 +179,8 @@ def vocabulary_note(prompts: Sequence[str], model: BagelConfig) -> str | None:
     from umm_reflect.shapes.prompts import unknown_words
     from umm_reflect.shapes.scene import COLORS, KINDS
 
-    unknown = list(dict.fromkeys(word for prompt in prompts for word in unknown_words(prompt)))
+    found = (word for prompt in prompts for word in unknown_words(prompt, editing=editing))
+    unknown = list(dict.fromkeys(found))
     if not unknown:
         return None
     return (

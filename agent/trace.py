@@ -33,6 +33,7 @@ from agent.types import (
     Transition,
     Turn,
     View,
+    same_pixels,
 )
 from umm_reflect.errors import UserError
 from umm_reflect.files import write_aside
@@ -83,6 +84,48 @@ def save(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder
+
+
+@dataclass(frozen=True)
+class RunName:
+    """Which run: what names its random draws, and the user's image if there is one."""
+
+    prompt: str
+    seed: int
+    sample: int | str
+    source: Image.Image | None
+
+
+# Settings that say where a run happens, or that `RunName` says better.
+PLACE_SETTINGS = ("output_dir", "batch_size", "device", "dtype", "attn", "model")
+PLACE_SETTINGS += ("prompt", "prompts_file", "sample", "image")
+
+
+def may_take(folder: str | Path, run: RunName, about: About) -> bool:
+    """Whether a run may be saved there: nothing is there, or this very run from before."""
+    from umm_reflect.images import load_image
+
+    folder = Path(folder)
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return True
+    try:
+        record = read_record(folder)
+        before = record["about"]
+        name = (record["prompt"], record["seed"], record["sample"])
+        if name != (run.prompt, run.seed, run.sample):
+            return False
+        if _identity(before) != _identity(json.loads(json.dumps(asdict(about)))):
+            return False
+        if record["source"] is None or run.source is None:
+            return record["source"] is None and run.source is None
+        return same_pixels(load_image(folder / record["source"]), run.source)
+    except (UserError, OSError, KeyError, TypeError):  # no trace, or a damaged one
+        return False
+
+
+def _identity(about: Mapping[str, Any]) -> tuple[Any, ...]:
+    settings = {k: v for k, v in about["settings"].items() if k not in PLACE_SETTINGS}
+    return about["verb"], about["model_sha256"], about["sampler"], settings
 
 
 def _put_in_place(aside: Path, folder: Path) -> None:

@@ -1,12 +1,14 @@
 """reflect, generate and edit as a person runs them, on a tiny random checkpoint."""
 
 import json
+import random
 
 import pytest
 from PIL import Image
 
 from agent import cli, config, trace
 from agent.show import TurnText
+from sft.shapes import make_trajectory
 from tests.tiny import write_tiny_checkpoint
 from umm_reflect.cli import run_program
 from umm_reflect.config import NANO, BagelConfig
@@ -95,6 +97,43 @@ def test_forced_turns_draw_every_round(run, tmp_path, capsys):
     )
 
 
+def test_no_guard_ends_forced_turns(run, tmp_path):
+    assert run("reflect", "x", "--forced-turns", "170", "--max-rounds", "3") == 0
+    trajectory = trace.load(tmp_path / "outputs" / "x-seed0")
+    assert [len(turn.sampled_ids) for turn in trajectory.turns] == [170] * 4
+    assert len(trajectory.images) == 4
+
+
+def test_a_run_replaces_itself_and_no_other_run(run, tmp_path):
+    outputs = tmp_path / "outputs"
+
+    def names():
+        return sorted(path.name for path in outputs.iterdir())
+
+    short = ("--max-tokens", "20")
+    assert run("reflect", "a star", *short) == 0
+    assert run("reflect", "a star", *short) == 0
+    assert names() == ["a-star-seed0"]
+    assert run("generate", "a star") == 0
+    assert run("reflect", "a star", *short, "--text-scale", "2") == 0
+    assert names() == ["a-star-seed0", "a-star-seed0-2", "a-star-seed0-3"]
+    assert trace.read_record(outputs / "a-star-seed0-2")["about"]["verb"] == "generate"
+    assert (outputs / "a-star-seed0" / "story.png").exists()
+    for color in ("red", "blue", "red"):
+        Image.new("RGB", (64, 64), color).save("in.png")
+        assert run("edit", "turn it", "--image", "in.png") == 0
+    assert names()[3:] == ["turn-it-seed0", "turn-it-seed0-2"]
+    (outputs / "turn-it-seed0" / "trace.json").write_text("{")
+    (outputs / "my-notes-seed0").mkdir()
+    (outputs / "my-notes-seed0" / "notes.txt").write_text("mine")
+    assert run("edit", "turn it", "--image", "in.png") == 0
+    assert run("generate", "my notes") == 0
+    assert names()[3:] == [
+        *("my-notes-seed0", "my-notes-seed0-2"),
+        *("turn-it-seed0", "turn-it-seed0-2", "turn-it-seed0-3"),
+    ]
+
+
 def test_a_users_image_goes_through_the_loop(run, tmp_path):
     Image.new("RGB", (80, 60), (250, 240, 10)).save(tmp_path / "in.png")
     assert run("reflect", "a star", "--image", "in.png", "--max-tokens", "20") == 0
@@ -136,6 +175,9 @@ def test_bad_usage_is_one_line(words, code, message, capsys, tmp_path, monkeypat
     ("words", "code", "message"),
     [
         (["circle " * 10000], 2, "tokens. Give at most 2048"),
+        (["\udcff red"], 2, "the prompt holds bytes that are no UTF-8 text"),
+        (["x", "--attn", "fast"], 2, "there is no attention kernel 'fast'. One of auto, "),
+        (["x", "--image", "."], 1, ". is a folder. Name an image inside it"),
         (["x", "--image", "none.png"], 1, "none.png does not exist"),
         (["x", "--image", "text.png"], 1, "text.png is not a picture"),
         (["x", "--size", "65"], 2, "Give multiples of 16 from 16 to 128"),
@@ -159,6 +201,19 @@ def test_a_prompt_from_outside_the_shapes_world_gets_one_line():
         assert f" {word}" in line
     assert "\n" not in line
     assert config.vocabulary_note(["two red circles and a blue square"], NANO) is None
+    assert "does not know röda, cirklar;" in config.vocabulary_note(["Röda cirklar"], NANO)
+
+
+def test_instructions_to_edit_have_words_of_their_own():
+    rng, words = random.Random(3), set()
+    for _ in range(200):
+        trajectory = make_trajectory(rng, task="edit")
+        assert config.vocabulary_note([trajectory.prompt], NANO, editing=True) is None
+        words |= set(trajectory.prompt.lower().split())
+    assert {"remove", "swap", "turn"} <= words
+    assert "does not know remove;" in config.vocabulary_note(["remove a star"], NANO)
+    line = config.vocabulary_note(["remove the cat"], NANO, editing=True)
+    assert "does not know cat;" in line
 
 
 def test_other_models_get_no_vocabulary_line(tiny):

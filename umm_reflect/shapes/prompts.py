@@ -284,8 +284,8 @@ def _other_noun(part: Clause, rng: random.Random) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words and digits of a text, in order."""
-    return re.findall(r"[a-z]+|\d", text.lower())
+    """Lower-case words (of any script) and digits of a text, in order."""
+    return re.findall(r"[^\W\d_]+|\d", text.lower())
 
 
 def _vocabulary() -> tuple[str, ...]:
@@ -298,7 +298,15 @@ def _vocabulary() -> tuple[str, ...]:
 
 VOCABULARY = _vocabulary()
 
+# What instructions to change an image say besides: verbs, places, what tells two objects apart.
+EDIT_WORDS = (
+    *("add", "put", "remove", "erase", "delete", "move", "shift", "swap", "exchange", "turn"),
+    *("change", "replace", "into", "centre", "leftmost", "rightmost", "topmost", "lowest"),
+    *("malformed", "shape"),
+)
 
-def unknown_words(prompt: str) -> list[str]:
-    """Words of a prompt that no prompt of this world uses, each once, in order."""
-    return [word for word in dict.fromkeys(words(prompt)) if word not in VOCABULARY]
+
+def unknown_words(prompt: str, *, editing: bool = False) -> list[str]:
+    """Words of a prompt (editing: of an instruction) that this world lacks, each once, in order."""
+    known = {*VOCABULARY, *EDIT_WORDS} if editing else set(VOCABULARY)
+    return [word for word in dict.fromkeys(words(prompt)) if word not in known]
