@@ -244,7 +244,7 @@ def _prompts(config: DrawConfig) -> list[str]:
     if config.prompt:
         raise UsageError("there is a prompt and a --prompts-file", "Give one of them.")
     try:
-        lines = config.prompts_file.read_text(encoding="utf-8").splitlines()
+        lines = config.prompts_file.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
         raise UserError(f"{config.prompts_file} is not UTF-8 text", "One prompt a line.") from None
     prompts = [line.strip() for line in lines if line.strip()]

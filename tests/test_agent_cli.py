@@ -58,7 +58,7 @@ def test_a_run_repeats_from_any_of_its_images(run, tmp_path):
 
 
 def test_a_file_of_prompts_runs_in_batches_that_change_nothing(run, tmp_path, capsys):
-    (tmp_path / "p.txt").write_text("a star\n\n two rings \na moon\n")
+    (tmp_path / "p.txt").write_text("\ufeffa star\n\n two rings \r\na moon\n", newline="")
     common = ("--prompts-file", "p.txt", "--max-tokens", "20")
     assert run("reflect", *common, "--batch-size", "2", "--output-dir", "a") == 0
     assert run("reflect", *common, "--batch-size", "1", "--output-dir", "b") == 0

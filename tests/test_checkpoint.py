@@ -7,6 +7,7 @@ pytest tests/test_checkpoint.py
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests.tiny import TINY, write_tiny_checkpoint
 from umm_reflect import checkpoint
 from umm_reflect.checkpoint import TensorFiles, load, save
 from umm_reflect.config import FLUX_VAE, BagelConfig
-from umm_reflect.errors import CheckpointError, UsageError
+from umm_reflect.errors import CheckpointError, UsageError, UserError
 from umm_reflect.vit import sincos_table
 
 UNFIT = "Config and weights do not belong together, or the file is damaged"
@@ -364,10 +365,22 @@ def test_a_save_that_is_cut_off_leaves_the_old_folder(folder, tmp_path, monkeypa
         with pytest.raises(OSError, match="No space left on device"):
             save(bagel, target)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
-    # what the cut-off save left aside does not disturb the next one
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
     save(bagel, target)
     assert (load(target, device="cpu").llm2vae.weight == 0.5).all()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
+
+
+def test_weights_that_the_disk_cannot_take_are_one_line_and_leave_nothing(folder, tmp_path):
+    bagel = load(folder, device="cpu")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(UserError, match=r"ema\.safetensors cannot be written .*Free some"):
+            save(bagel, tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_saving_over_the_folder_that_the_model_came_from_works(folder):

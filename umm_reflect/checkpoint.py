@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from umm_reflect.attention import BACKENDS
 from umm_reflect.config import BagelConfig
-from umm_reflect.errors import CheckpointError, UsageError
+from umm_reflect.errors import CheckpointError, UsageError, UserError
 from umm_reflect.layout import Frame
 from umm_reflect.model import Bagel
 from umm_reflect.tokens import Tokens
@@ -286,9 +286,9 @@ def save(
     `reflection.json`.
 
     Everything is written aside and renamed, so that a killed run leaves the old folder or the new
-    one (at worst under its name with ".old"). weights: tensors to store in place of the model's (an
-    average). Tokenizer files, the card and `reflection.json` are copied from the folder that the
-    model came from. Raises ValueError while an adapter is attached.
+    one (at worst under its name with ".old"); an error leaves nothing aside. weights: tensors to
+    store in place of the model's (an average). Tokenizer files, the card and `reflection.json` are
+    copied from the folder that the model came from. Raises ValueError while an adapter is attached.
     """
     from umm_reflect.adapters import has_adapter
 
@@ -299,16 +299,11 @@ def save(
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
-    vae: nn.Module = bagel.vae
-    config = replace(bagel.config, vae=vae.config)
-    config.to_files(aside, bos_token_id=bagel.tokens.pad, eos_token_id=bagel.tokens.end)
-    source = getattr(bagel, "folder", None)
-    for name in (*TOKENIZER_FILES, "reflection.json", "README.md"):
-        if source is not None and (Path(source) / name).exists():
-            shutil.copyfile(Path(source) / name, aside / name)
-    state = dict(weights if weights is not None else bagel.state_dict())
-    save_tensors(state, aside / WEIGHTS)
-    save_tensors(vae.state_dict(), aside / VAE_WEIGHTS, vae_dtype)
+    try:
+        _write_folder(bagel, aside, weights, vae_dtype)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     if folder.exists():
         old = folder.with_name(folder.name + ".old")
         if old.exists():
@@ -321,8 +316,29 @@ def save(
     return folder
 
 
+def _write_folder(
+    bagel: Bagel, aside: Path, weights: Mapping[str, Tensor] | None, vae_dtype: torch.dtype
+) -> None:
+    vae: nn.Module = bagel.vae
+    config = replace(bagel.config, vae=vae.config)
+    config.to_files(aside, bos_token_id=bagel.tokens.pad, eos_token_id=bagel.tokens.end)
+    source = getattr(bagel, "folder", None)
+    for name in (*TOKENIZER_FILES, "reflection.json", "README.md"):
+        if source is not None and (Path(source) / name).exists():
+            shutil.copyfile(Path(source) / name, aside / name)
+    state = dict(weights if weights is not None else bagel.state_dict())
+    save_tensors(state, aside / WEIGHTS)
+    save_tensors(vae.state_dict(), aside / VAE_WEIGHTS, vae_dtype)
+
+
 def save_tensors(
     state: Mapping[str, Tensor], path: Path, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """One safetensors file in `dtype`."""
-    save_file({n: t.detach().to("cpu", dtype).contiguous() for n, t in state.items()}, path)
+    """One safetensors file in `dtype`. Errors: UserError where it cannot be written."""
+    tensors = {n: t.detach().to("cpu", dtype).contiguous() for n, t in state.items()}
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        raise UserError(
+            f"{path} cannot be written ({error})", "Free some space, or write elsewhere"
+        ) from error
