@@ -11,8 +11,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 setup
 
-case " $* " in
-  *" --model"[\ =]* | *" --config"[\ =]* | *" --from"[\ =]*) ;;
-  *) set -- "$@" --model "$ROOT/pretrained/bagel-nano-shapes" ;;
-esac
 exec "$PYTHON" -m umm_reflect reflect "$@"

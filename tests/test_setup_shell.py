@@ -26,6 +26,7 @@ case "$*" in
     echo "pip $*" >>calls
     echo "$PIP_SAYS" >"$2"
     exit "${PIP_RC:-0}" ;;
+  "-m umm_reflect "*) printf '%s\\n' "$@" >ran ;;
 esac
 """
 
@@ -97,6 +98,16 @@ def test_pip_gets_the_arguments_that_a_person_adds(checkout):
     start(checkout, UMM_PIP_ARGS="--index-url http://mirror/simple --no-cache-dir")
     added = "-c constraints.txt --index-url http://mirror/simple --no-cache-dir -e ."
     assert calls(checkout)[0].endswith(added)
+
+
+def test_reflect_passes_on_what_was_typed_and_nothing_else(checkout):
+    shutil.copy(ROOT / "scripts" / "reflect.sh", checkout / "scripts")
+    environment = {"PATH": os.environ["PATH"], "UMM_PYTHON": str(checkout / "bin" / "python3")}
+    command = ["bash", str(checkout / "scripts" / "reflect.sh"), "a --model of a star", "--seed=1"]
+    subprocess.run(command, cwd=checkout, env=environment, check=True, timeout=60)
+    # no model: the default is looked for in the checkout too, and a trace holds no path of a home
+    ran = (checkout / "ran").read_text().splitlines()
+    assert ran == ["-m", "umm_reflect", "reflect", "a --model of a star", "--seed=1"]
 
 
 FAILURES = {
