@@ -23,6 +23,8 @@ from umm_reflect.shapes.prompts import phrase
 from umm_reflect.shapes.sampler import sample_row
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from umm_reflect.model import Bagel
     from umm_reflect.profile import ReflectionProfile
 
@@ -92,32 +94,24 @@ def draw_first(
     scale: float,
     seed: int,
     start: int,
-):
-    """First images in the local view, one noise stream an image."""
-    from umm_reflect.context import Context
-    from umm_reflect.generate import DrawRequest, Engine, draw
-    from umm_reflect.rng import stream
+) -> list[Image]:
+    """First images as the loop draws them, under guidance `scale`, one noise stream an image."""
+    from agent.direct import draw_once
+    from agent.policy import BagelPolicy
 
-    requests = [
-        DrawRequest(
-            Context.of(bagel.tokens.segment(prompt)),
-            Context(),
-            None,
-            profile.size,
-            stream(seed, f"collect:{start + i}", 0, "draw"),
-        )
-        for i, prompt in enumerate(prompts)
-    ]
-    settings = replace(profile.first, text_scale=scale)
-    return [drawn.image for drawn in draw(Engine(bagel), requests, settings)]
+    policy = BagelPolicy(bagel, replace(profile, first=replace(profile.first, text_scale=scale)))
+    names = [f"collect:{start + i}" for i in range(len(prompts))]
+    return [drawn.final for drawn in draw_once(policy, prompts, seed=seed, samples=names)]
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     from umm_reflect.settings import parse
 
-    collect(parse(Config, sys.argv[1:] if argv is None else argv, "python -m eval.collect"))
+    collect(parse(Config, argv, "python -m eval.collect"))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from umm_reflect.cli import run_program
+
+    sys.exit(run_program(main, sys.argv[1:]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import io
 import json
 import platform
 import shutil
@@ -276,9 +277,9 @@ def _draw_sheets(folder: Path, results: Sequence[Result]) -> None:
             shown = [by_key[key] for key in keys]
             items = [(trace.load(_trace_folder(folder, result)), result) for result in shown]
             title = "wrong in the end" if name == "failures" else "right in the end"
-            path = folder / f"{set_name}-{view}" / f"{name}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draw_sheet(items, f"{set_name}, edit view {view}, {title}").save(path)
+            sheet, data = draw_sheet(items, f"{set_name}, edit view {view}, {title}"), io.BytesIO()
+            sheet.save(data, "PNG")
+            write_aside(folder / f"{set_name}-{view}" / f"{name}.png", data.getvalue())
 
 
 # --- files ------------------------------------------------------------------------------

@@ -323,4 +323,6 @@ def _smaller_weights(dtype: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from umm_reflect.cli import run_program
+
+    sys.exit(run_program(main, sys.argv[1:]))

@@ -102,4 +102,6 @@ def _complete_release(folder: Path, output_dir: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from umm_reflect.cli import run_program
+
+    sys.exit(run_program(main, sys.argv[1:]))
