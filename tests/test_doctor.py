@@ -63,6 +63,8 @@ def test_the_plan_of_the_released_model_at_512_counts_its_cache_by_hand():
     plan = plan_memory(BAGEL_7B_MOT, run, torch.bfloat16)
     # 2253 tokens an image, four images, three turns of 514, 600 of prompts; 56 KiB a token
     assert plan.parts["conversation cache"] == (4 * 2253 + 3 * 514 + 600) * 57344
+    # three edits: each an image, and its text (at most a turn) twice
+    assert plan.parts["cache of what edits see"] == 3 * (2253 + 2 * 514) * 57344
     assert 27.2 < plan.weights / GIB < 27.5
     assert plan.weights < plan.total < 36 * GIB
 

@@ -3,7 +3,8 @@
     plan = plan_memory(BAGEL_7B_MOT, Run(size=(512, 512)), torch.bfloat16)
     print(plan.total, plan.parts)
 
-Weights and caches are counted exactly; working memory is an upper estimate for the SDPA kernels.
+Weights are counted exactly, caches for turns and edit texts of full length; working memory is an
+estimate for the SDPA kernels.
 `umm-reflect doctor --plan` prints it.
 """
 
@@ -86,8 +87,12 @@ def plan_memory(config: BagelConfig, run: Run, dtype: torch.dtype, cuda: bool = 
     image_tokens = latent_tokens + (most if run.vit_tokens is None else run.vit_tokens) + 2
     text_tokens = PROMPT_TOKENS + run.rounds * (run.turn_tokens + 2)
     conversation = text_tokens + (run.rounds + 1) * image_tokens
+    # What an edit is drawn from is read apart from the conversation: in the local view the image,
+    # the edit text after it and alone; in the full view all texts alone.
+    edit_text = run.turn_tokens + 2
+    apart = text_tokens if run.full_view else run.rounds * (image_tokens + 2 * edit_text)
     # Drawing an edit: the conditional row, without its text, and its texts alone.
-    seen = conversation if run.full_view else image_tokens + run.turn_tokens
+    seen = conversation if run.full_view else image_tokens + edit_text
     rows = 3
 
     token_bytes = 2 * llm.num_layers * llm.num_kv_heads * llm.head_dim * item
@@ -97,6 +102,7 @@ def plan_memory(config: BagelConfig, run: Run, dtype: torch.dtype, cuda: bool = 
     widest = 2 * config.vae.ch  # channels at full resolution inside the VAE
     parts = {f"weights: {name}": count * item for name, count in parameter_counts(config).items()}
     parts["conversation cache"] = run.batch_size * conversation * token_bytes
+    parts["cache of what edits see"] = run.batch_size * apart * token_bytes
     parts["cache while drawing or speaking"] = (
         run.batch_size * max(drawing, conversation) * token_bytes
     )
