@@ -51,9 +51,7 @@ _THINKING_FIELD = re.compile(r"\[THINKING\](.*?)(?=\[SOURCE_IMAGE\]|</think>)", 
 _SCORE_LINE = re.compile(r"^[ \t]*\[SCORE\](.*)$", re.IGNORECASE | re.MULTILINE)
 _SCORE_VALUE = re.compile(r"[ \t]*(\d{1,2})[ \t]*/[ \t]*10[ \t]*")
 _EDIT_TAG = re.compile(r"\[EDIT\]", re.IGNORECASE)
-_PROTOCOL_TEXT = re.compile(
-    r"<think|</think>|\[(?:ACTION|EDIT|THINKING|SOURCE_IMAGE|SCORE)\]", re.I
-)
+_PROTOCOL_TEXT = re.compile(r"</?think|\[(?:ACTION|EDIT|THINKING|SOURCE_IMAGE|SCORE)\]", re.I)
 _SPECIAL_TEXT = re.compile(r"\[CURRENT_ROUND\]|<\|.*?\|>", re.IGNORECASE | re.DOTALL)
 _LINE_TAG = re.compile(r"^\[([A-Z][A-Z0-9_]*)\]", re.MULTILINE)
 _SOURCE = re.compile(r"None|given|Image #\d+")
