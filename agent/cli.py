@@ -84,7 +84,7 @@ class Run:
         self.config, self.verb, self.prompts = config, verb, prompts
 
     def check(self) -> None:
-        """Everything that can be wrong with the input; sets `source`, `folder` and `profile`."""
+        """Everything that can be wrong with the input; sets source, folder, adapter, profile."""
         from umm_reflect.config import BagelConfig
         from umm_reflect.hub import profile, resolve
         from umm_reflect.images import check_drawn_size, load_image
@@ -92,6 +92,7 @@ class Run:
 
         self.source = load_image(self.config.image) if self.config.image else None
         self.folder = resolve(self.config.model)
+        self.adapter = resolve(self.config.adapter) if self.config.adapter else None
         model = BagelConfig.from_folder(self.folder)
         self.profile = resolved_profile(profile(self.folder), self.config)
         size = self.profile.size
@@ -115,7 +116,7 @@ class Run:
 
         config, began = self.config, time.perf_counter()
         options = {"device": config.device, "dtype": config.dtype, "attn": config.attn}
-        self.bagel = Bagel.from_pretrained(str(self.folder), adapter=config.adapter, **options)
+        self.bagel = Bagel.from_pretrained(str(self.folder), adapter=self.adapter, **options)
         self.about = self._about(self.bagel)
         place = f"{self.about.versions['device']} {self.about.versions['dtype']}"
         print(f"{self.folder.name} on {place}, loaded in {time.perf_counter() - began:.1f} s")
@@ -203,12 +204,10 @@ class Run:
 
         from agent.trace import About
         from umm_reflect import __version__
-        from umm_reflect.files import sha256
-        from umm_reflect.hub import WEIGHTS, digest
+        from umm_reflect.adapters import WEIGHTS as ADAPTER_WEIGHTS
+        from umm_reflect.hub import WEIGHTS
 
-        weights = self.folder / WEIGHTS
-        small = weights.exists() and weights.stat().st_size < 1_000_000_000
-        hash_of = sha256 if small else digest  # a large one is hashed once and remembered
+        adapter = self.adapter and self.adapter / ADAPTER_WEIGHTS
         sampler = to_mapping(self.profile)
         prompt = sampler.pop("system_prompt").encode()
         sampler["system_prompt_sha256"] = hashlib.sha256(prompt).hexdigest() if prompt else None
@@ -216,7 +215,8 @@ class Run:
             sampler["loop"] = to_mapping(loop_options(self.config))
         return About(
             model=self.config.model,
-            model_sha256=hash_of(weights) if weights.exists() else None,
+            model_sha256=_hash_of(self.folder / WEIGHTS),
+            adapter_sha256=_hash_of(adapter) if adapter else None,
             verb=self.verb,
             settings=to_mapping(self.config),
             sampler=sampler,
@@ -227,6 +227,16 @@ class Run:
                 "dtype": str(bagel.dtype).removeprefix("torch."),
             },
         )
+
+
+def _hash_of(weights: Path) -> str | None:
+    """The sha256 of a file, None where there is none (shards); a large one is hashed only once."""
+    from umm_reflect.files import sha256
+    from umm_reflect.hub import digest
+
+    if not weights.exists():
+        return None
+    return (sha256 if weights.stat().st_size < 1_000_000_000 else digest)(weights)
 
 
 # --- what was typed -------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ class About:
 
     model: str
     model_sha256: str | None = None
+    adapter_sha256: str | None = None
     verb: str = "reflect"
     settings: Mapping[str, Any] = field(default_factory=dict)
     sampler: Mapping[str, Any] = field(default_factory=dict)
@@ -97,7 +98,7 @@ class RunName:
 
 
 # Settings that say where a run happens, or that `RunName` says better.
-PLACE_SETTINGS = ("output_dir", "batch_size", "device", "dtype", "attn", "model")
+PLACE_SETTINGS = ("output_dir", "batch_size", "device", "dtype", "attn", "model", "adapter")
 PLACE_SETTINGS += ("prompt", "prompts_file", "sample", "image")
 
 
@@ -125,7 +126,8 @@ def may_take(folder: str | Path, run: RunName, about: About) -> bool:
 
 def _identity(about: Mapping[str, Any]) -> tuple[Any, ...]:
     settings = {k: v for k, v in about["settings"].items() if k not in PLACE_SETTINGS}
-    return about["verb"], about["model_sha256"], about["sampler"], settings
+    hashes = about["model_sha256"], about["adapter_sha256"]
+    return about["verb"], hashes, about["sampler"], settings
 
 
 def _put_in_place(aside: Path, folder: Path) -> None:

@@ -260,6 +260,7 @@ def _keep_traces(config, run, judged, before: Sequence[Result], fresh: Sequence[
         about = trace.About(
             model=config.model,
             model_sha256=run.facts["model_sha256"].get("ema.safetensors"),
+            adapter_sha256=(run.facts["adapter_sha256"] or {}).get("adapter_model.safetensors"),
             settings=to_mapping(config.reflect_config(result.seed, view)),
             sampler=run.facts["profiles"][view],
             versions={"umm-reflect": __version__},

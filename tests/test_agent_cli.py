@@ -10,8 +10,10 @@ from agent import cli, config, trace
 from agent.show import TurnText
 from sft.shapes import make_trajectory
 from tests.tiny import write_tiny_checkpoint
+from umm_reflect import Bagel, adapters
 from umm_reflect.cli import run_program
 from umm_reflect.config import NANO, BagelConfig
+from umm_reflect.files import sha256
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +134,26 @@ def test_a_run_replaces_itself_and_no_other_run(run, tmp_path):
         *("my-notes-seed0", "my-notes-seed0-2"),
         *("turn-it-seed0", "turn-it-seed0-2", "turn-it-seed0-3"),
     ]
+
+
+def test_an_adapter_is_looked_for_before_anything_is_loaded_and_its_hash_is_kept(
+    run, tiny, tmp_path, capsys
+):
+    assert run("generate", "a star", "--adapter", "nowhere") == 1
+    printed = capsys.readouterr()
+    assert printed.err == (
+        "error: there is no folder nowhere. Check the path, or give a hub id, for example "
+        "ByteDance-Seed/BAGEL-7B-MoT.\n"
+    )
+    assert printed.out == ""
+    bagel = Bagel.from_pretrained(str(tiny), device="cpu")
+    folder = adapters.save_adapter(adapters.attach_lora(bagel, 2, 4), tmp_path / "lora", "tiny")
+    assert run("generate", "a star", "--adapter", str(folder)) == 0
+    about = trace.read_record(tmp_path / "outputs" / "a-star-seed0")["about"]
+    assert about["adapter_sha256"] == sha256(folder / "adapter_model.safetensors")
+    assert run("generate", "a star") == 0
+    about = trace.read_record(tmp_path / "outputs" / "a-star-seed0-2")["about"]
+    assert about["adapter_sha256"] is None
 
 
 def test_a_users_image_goes_through_the_loop(run, tmp_path):
