@@ -79,7 +79,12 @@ class Actor(ScriptedPolicy):
 
 
 PROFILE = ReflectionProfile("rl", "local", "", mended_transforms(), (128, 128))
-FACTS = {"model_sha256": {}, "profiles": {"local": {}, "full": {}}, "sets_sha256": {}}
+FACTS = {
+    "model_sha256": {},
+    "adapter_sha256": None,
+    "profiles": {"local": {}, "full": {}},
+    "sets_sha256": {},
+}
 
 
 def make_run(tmp_path, views=("local",)) -> Run:
