@@ -128,6 +128,8 @@ class Run:
             batch = slice(start, start + self.config.batch_size)
             prompts, named = self.prompts[batch], samples[batch]
             names = [self._name(*pair) for pair in zip(prompts, named, strict=True)]
+            if len(names) == 1 < len(self.prompts):  # else each line names its prompt
+                print(names[0])
             trajectories = self._batch(prompts, named, names)
             for name, trajectory in zip(names, trajectories, strict=True):
                 self._save(name, trajectory)

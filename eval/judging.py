@@ -12,6 +12,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
 
 from PIL.Image import Image
@@ -19,6 +20,7 @@ from PIL.Image import Image
 from eval.geneval_rules import Row
 from eval.shapes import ShapesVerifier
 from eval.verdict import Verdict
+from umm_reflect.errors import UserError
 
 FEW = 64  # images, about a second for one process: less does not pay for starting others
 
@@ -32,7 +34,10 @@ class Judge:
         self._pool: ProcessPoolExecutor | None = None
 
     def __call__(self, images: Sequence[Image], rows: Sequence[Row]) -> list[Verdict]:
-        """One verdict per image and row, in their order. Errors: as `ShapesVerifier.score`."""
+        """One verdict per image and row, in their order.
+
+        Errors: as `ShapesVerifier.score`; UserError when a process dies.
+        """
         if self.workers == 1 or (self._pool is None and len(images) < FEW):
             return ShapesVerifier().score(images, rows)
         if self._pool is None:
@@ -40,7 +45,13 @@ class Judge:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self.workers, mp_context=context)
         chunk = max(1, len(images) // (4 * self.workers))
-        return list(self._pool.map(judge_one, images, rows, chunksize=chunk))
+        try:
+            return list(self._pool.map(judge_one, images, rows, chunksize=chunk))
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"one of {self.workers} judging processes died (too little memory?)",
+                "Go on with --resume and fewer --workers.",
+            ) from error
 
     def __enter__(self) -> Judge:
         return self

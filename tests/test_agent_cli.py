@@ -70,7 +70,9 @@ def test_a_file_of_prompts_runs_in_batches_that_change_nothing(run, tmp_path, ca
         a, b = (trace.load(tmp_path / where / name) for where in "ab")
         assert [turn.text for turn in a.turns] == [turn.text for turn in b.turns]
         assert (a.prompt, a.stop, a.sample) == (b.prompt, b.stop, b.sample)
-    assert "0001-two-rings-seed0  " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "0001-two-rings-seed0  " in printed  # in company every line says whose it is,
+    assert "\n0001-two-rings-seed0\nimage 0  64x64" in printed  # alone the first one does
 
 
 def test_generate_and_edit_draw_one_image_each(run, tmp_path, capsys):

@@ -288,6 +288,10 @@ def test_many_processes_give_the_verdicts_of_one():
         verdicts = many(images, rows)
         assert many._pool is not None
         assert verdicts == one(images, rows)
+        for process in many._pool._processes.values():
+            process.kill()
+        with pytest.raises(UserError, match=r"one of 2 judging processes died.*fewer --workers"):
+            many(images, rows)
     assert [verdict.correct for verdict in verdicts] == [True, False] * 40
 
 

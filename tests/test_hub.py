@@ -102,6 +102,8 @@ def test_what_a_folder_lacks_is_named(model):
     (model / "ema.safetensors").rename(model / "part-1.safetensors")
     (model / "ema.safetensors.index.json").write_text(json.dumps(index))
     assert hub.missing_files(model)[0] == "part-2.safetensors"
+    (model / "ema.safetensors.index.json").write_text('{"weight_map": 3}')
+    assert hub.missing_files(model)[0] == "ema.safetensors.index.json (it is damaged)"
 
 
 # --- hashes ---------------------------------------------------------------------------------------

@@ -128,7 +128,11 @@ def missing_files(folder: Path) -> list[str]:
     for weights in (WEIGHTS, "ae.safetensors"):
         index = folder / f"{weights}.index.json"
         if index.exists() and not (folder / weights).exists():
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            try:
+                shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            except (ValueError, KeyError, TypeError, AttributeError):
+                missing.append(f"{index.name} (it is damaged)")
+                continue
             missing += sorted(shard for shard in shards if not (folder / shard).exists())
         elif not (folder / weights).exists():
             missing.append(weights)
