@@ -241,6 +241,7 @@ def packed_batch():
     return collate(packed, latents, [random(2, 588)])
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_equals_the_dense_mask_on_packed_rows():
     batch = packed_batch()
     rows, length = batch.block_BL.shape

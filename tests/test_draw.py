@@ -175,7 +175,10 @@ def test_steps_outside_of_the_interval_run_the_main_branch_alone(bagel):
 def test_an_equal_context_is_folded_as_none_is(bagel):
     [request], [equal], [both] = (requests(bagel, [0]) for _ in range(3))
     equal = replace(equal, image_uncond=Context(request.conditional.segments))
-    assert_equal_bits(draw(Engine(bagel), [request], GUIDED), draw(Engine(bagel), [equal], GUIDED))
+    with counted(bagel) as counts:
+        drawn = [draw(Engine(bagel), [one], GUIDED) for one in (request, equal)]
+    assert counts.gen.count(2 * 6) == 2 * 4  # two rows in every step of both
+    assert_equal_bits(*drawn)
     with counted(bagel) as counts:  # here the two unconditional branches are one row
         draw(Engine(bagel), [replace(both, image_uncond=Context())], GUIDED)
     assert counts.gen[-4:] == [2 * 6] * 4

@@ -78,6 +78,12 @@ def test_siblings_on_a_shared_prefix_equal_separate_runs(bagel):
         assert (cache.length, cache.position) == (alone.length, alone.position)
 
 
+def test_a_cache_keeps_its_own_tokens_alive_and_not_the_batch_that_they_were_read_in(bagel):
+    [cache, _] = Engine(bagel).caches(ragged(bagel)[:2])
+    for link in cache.links():
+        assert link.chunk.untyped_storage().nbytes() == link.chunk.nbytes
+
+
 def test_many_new_tokens_are_read_in_several_forwards(bagel, monkeypatch):
     contexts = [Context.of(bagel.tokens.segment("a star " * k)) for k in range(1, 6)]
     whole = Engine(bagel).caches(contexts)
