@@ -66,14 +66,13 @@ class Policy(Protocol):
 class BagelPolicy:
     """A BAGEL model. Sampler settings, sizes and the system prompt come from the profile.
 
-    greedy: always the most likely token. sample_size: (H, W) of first images, default the
-    profile's.
+    At temperature 0 it says the most likely token.
     """
 
-    def __init__(self, bagel: Bagel, profile: ReflectionProfile, *, greedy: bool = False):
+    def __init__(self, bagel: Bagel, profile: ReflectionProfile):
         from umm_reflect.generate import Engine
 
-        self.bagel, self.profile, self.greedy = bagel, profile, greedy
+        self.bagel, self.profile = bagel, profile
         self.engine = Engine(bagel)
         self.layout, self.edit_view = profile.layout, profile.edit_view
         self.system_prompt = profile.system_prompt

@@ -130,7 +130,7 @@ def _split_by_colour(
     distances = _palette_distances(pixels)
     nearest = distances.argmin(0)
     pure = mask & (distances.min(0) < PURE)
-    colours = _colours_present(nearest, pure, pixels, back)
+    colours = _colours_present(nearest, pure, back)
     if len(colours) < 2:
         inside = np.median(pixels[_core(mask)], axis=0)
         color, distance = _inside_colour(inside, colours)
@@ -197,9 +197,7 @@ def _inside_colour(inside: np.ndarray, colours: list[int]) -> tuple[int | None, 
     return color, float(distances[color])
 
 
-def _colours_present(
-    nearest: np.ndarray, pure: np.ndarray, pixels: np.ndarray, back: np.ndarray
-) -> list[int]:
+def _colours_present(nearest: np.ndarray, pure: np.ndarray, back: np.ndarray) -> list[int]:
     """Colours that have an inside in this piece, largest first, seams between others left out."""
     present: list[tuple[int, int]] = []
     sizes = np.bincount(nearest[pure], minlength=len(COLORS))

@@ -7,9 +7,10 @@ import pytest
 from agent import protocol
 from agent.loop import run_episodes
 from agent.policy import BagelPolicy, ForcedTurns
-from agent.types import OURS, RELEASE, StopReason, Watcher
+from agent.types import OURS, RELEASE, Ask, StopReason, Watcher
 from tests.tiny import write_tiny_checkpoint
 from umm_reflect import Bagel
+from umm_reflect.context import Context
 from umm_reflect.flow import DrawSettings
 from umm_reflect.hub import profile as profile_of
 
@@ -134,3 +135,20 @@ def test_tokens_stream_as_they_come(bagel, profile):
         policy, PROMPTS[:1], max_rounds=1, options=RELEASE, watcher=listener
     )
     assert protocol.prefix(0) + listener.text == trajectory.steps[0].turn.text
+
+
+def test_at_temperature_zero_the_most_likely_token_is_said_whatever_the_seed(bagel, profile):
+    policies = [
+        BagelPolicy(bagel, replace(profile, say=replace(profile.say, temperature=t)))
+        for t in (0.0, 1.0)
+    ]
+
+    def said(policy):
+        context = Context.of(policy.text("two red circles"))
+        asks = [Ask(context, 0, "Image #0", seed, 0) for seed in range(4)]
+        turns = policy.say(asks, max_tokens=12, options=RELEASE)
+        return {turn.sampled_ids for turn in turns}
+
+    greedy, sampled = map(said, policies)
+    assert len(greedy) == 1
+    assert len(sampled) > 1

@@ -156,7 +156,7 @@ def read_batch(golden: Golden, impl: Implementation, file: str, case: Case, nois
             latents_seen, images_seen = end, images_seen + 1
         else:
             raise NotCovered(f"a split of the mode {mode!r} that is neither text nor picture")
-        made.split(part, span, [i for i in span if i in table_of], table_of, labels)
+        made.split(part, span, table_of, labels)
         batch.samples[-1].append(part)
         at += length
     batch.derived = made.tensors()
@@ -186,7 +186,6 @@ class _Derived:
         self,
         part: TrainPart,
         span: range,
-        table: list[int],
         ids: Mapping[int, int],
         labels: Mapping[int, int],
     ) -> None:
