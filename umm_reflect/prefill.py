@@ -88,9 +88,12 @@ class Engine:
     def _remember(self, read: dict[tuple[Segment, ...], KVCache]) -> None:
         """Keep each cache under every prefix of its context; forget the oldest beyond
         `keep_bytes`.
+
+        A prefix counts as used after whatever continues it: what goes first is the end of a chain,
+        since a link in the middle would be kept alive by those after it.
         """
         for segments, cache in read.items():
-            for end, link in zip(range(1, len(segments) + 1), cache.links(), strict=True):
+            for end, link in zip(range(len(segments), 0, -1), cache.links()[::-1], strict=True):
                 self._prefixes[segments[:end]] = link
                 self._prefixes.move_to_end(segments[:end])
         links = {id(link): link for link in self._prefixes.values()}
