@@ -292,9 +292,14 @@ def _trajectory(record: dict[str, Any], folder: Path) -> Trajectory:
             return None
         window = {}
         if "window" in entry:
+            from safetensors import SafetensorError
             from safetensors.torch import load as tensors_from_bytes
 
-            window = tensors_from_bytes((folder / entry["window"]).read_bytes())
+            path = folder / entry["window"]
+            try:
+                window = tensors_from_bytes(path.read_bytes())
+            except SafetensorError as error:
+                raise UserError(f"{path} is damaged ({error})", "Run it again.") from error
         return Transition(load_image(folder / entry["image"]), seconds=entry["seconds"], **window)
 
     steps = tuple(

@@ -91,6 +91,10 @@ def test_a_noise_window_comes_back_bit_for_bit(tmp_path):
     loaded = trace.load(tmp_path / "t")
     assert loaded == trajectory
     assert torch.equal(loaded.steps[0].transition.latents, window["latents"])
+    [file] = (tmp_path / "t").glob("*.window.safetensors")
+    file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(UserError, match=rf"{file.name} is damaged .*Run it again"):
+        trace.load(tmp_path / "t")
 
 
 def test_equality_sees_one_level_of_one_pixel_and_one_token(tmp_path):
