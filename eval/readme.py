@@ -68,9 +68,9 @@ def evaluation() -> str:
 
 def _percent(estimate: dict | None) -> str:
     if not estimate or estimate["value"] is None:
-        return "–"
+        return "-"
     value, low, high = (100 * estimate[k] for k in ("value", "low", "high"))
-    return f"{value:.1f} ({low:.1f}–{high:.1f})"
+    return f"{value:.1f} ({low:.1f} to {high:.1f})"
 
 
 def full_size() -> str:
@@ -84,12 +84,12 @@ def full_size() -> str:
     speed = [n / t["own"] for n, t in zip(tokens, turns, strict=True)]
     rows = [
         ("load 29.2 GB (from the page cache)", f"{told['load_seconds']:.1f} s"),
-        ("host memory while loading", f"{told['host_grown_by_weights']:.2f} × the weights"),
+        ("host memory while loading", f"{told['host_grown_by_weights']:.2f} x the weights"),
         ("peak GPU memory", f"{told['gpu_peak_reserved_bytes'] / gib:.1f} GiB"),
         ("first image (two branches, cold start)", f"{pictures[0]['seconds']:.1f} s"),
-        ("an edit (three branches)", f"{min(edits):.1f}–{max(edits):.1f} s"),
+        ("an edit (three branches)", f"{min(edits):.1f} to {max(edits):.1f} s"),
         ("a guided step", f"{told['step']['guided']['tflop_per_second']:.0f} TFLOP/s"),
-        ("text", f"{min(speed):.0f}–{max(speed):.0f} tokens/s"),
+        ("text", f"{min(speed):.0f} to {max(speed):.0f} tokens/s"),
     ]
     lines = [f"| {told['device']}, {told['size']}², {told['points']} points | |", "|---|---|"]
     return "\n".join(lines + [f"| {what} | {figure} |" for what, figure in rows]) + "\n"

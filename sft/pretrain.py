@@ -23,8 +23,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from sft.shapes_data import SIZE, VIT_SIZE, RowStore, ShardPlan, load_store, make_shards
@@ -47,9 +45,9 @@ from umm_reflect.packing import PackedBatch, training_forward
 from umm_reflect.profile import ReflectionProfile, SaySettings, save_profile
 from umm_reflect.tokens import Tokens
 from umm_reflect.training.signals import noticed_signals
+from umm_reflect.training.state import load_state, save_state
 
 SYSTEM_PROMPT = "You draw shapes, look at the picture and correct it until it is right."
-STATE = "state.safetensors"
 CURVES = {
     "flow matching, first images": ["draw_flow"],
     "flow matching, edits": ["edit_flow"],
@@ -376,24 +374,6 @@ def run_steps(config, run, scale, losses, optimizer, log, device) -> int:
     if noticed:
         raise UserError(f"stopped by signal {noticed[0]} at step {step}", "Go on with --resume")
     return step
-
-
-def save_state(folder: Path, optimizer, step: int, seconds: float) -> None:
-    """Masters, moments and averages, written aside and renamed."""
-    state = {name: t.cpu() for name, t in optimizer.state_dict().items()}
-    about = {"step": str(step), "seconds": str(seconds)}
-    write_aside(folder / STATE, to_bytes(state, metadata=about))
-
-
-def load_state(folder: Path, optimizer) -> tuple[int, float]:
-    """(step, seconds used) of the saved state, which the optimizer takes over."""
-    path = folder / STATE
-    if not path.exists():
-        raise UserError(f"{path} is missing: there is nothing to resume", "Leave out --resume")
-    with safe_open(path, framework="pt") as file:
-        about = file.metadata()
-        optimizer.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    return int(about["step"]), float(about["seconds"])
 
 
 def sample_sheet(bagel: Bagel, path: Path, count: int = 24) -> None:

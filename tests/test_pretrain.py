@@ -185,7 +185,9 @@ def test_fine_tuning_starts_from_a_checkpoint(trained, sources, tmp_path):
     assert weights(tuned) == weights(trained)
 
 
-def test_sigterm_saves_the_state_and_a_resume_goes_on_from_it(sources, tmp_path, monkeypatch):
+def test_sigterm_saves_the_state_and_a_resume_ends_in_the_same_bytes(
+    trained, sources, tmp_path, monkeypatch
+):
     step = Optimizer.step
 
     def step_and_be_ended(self, scale):
@@ -197,7 +199,7 @@ def test_sigterm_saves_the_state_and_a_resume_goes_on_from_it(sources, tmp_path,
     with pytest.raises(UserError, match="stopped by signal 15 at step 2"):
         train(config(tmp_path, sources))
     assert not (tmp_path / "checkpoint").exists()
-    train(config(tmp_path, sources, resume=True))
+    assert weights(train(config(tmp_path, sources, resume=True))) == weights(trained)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [2, 4, 4]
     with pytest.raises(UserError, match="there is nothing to resume"):
         train(config(tmp_path / "empty", sources, resume=True))

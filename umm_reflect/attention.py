@@ -14,6 +14,7 @@ without a mask. Nothing compiled is needed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -201,9 +202,7 @@ def _kernel(backend: Backend, q: Tensor, mask: Tensor | None):
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask) -> Tensor:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    out = flex_attention(
+    out = _flex_kernel(compiled=q.is_cuda)(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
@@ -211,6 +210,14 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask) -> Tensor:
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)
+
+
+@functools.cache
+def _flex_kernel(compiled: bool):
+    """Flex attention; compiled on a GPU, where the plain one would write all scores to memory."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention) if compiled else flex_attention
 
 
 def packed_attention(
