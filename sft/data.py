@@ -19,7 +19,9 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -88,6 +90,14 @@ class Violation:
         return f"{self.where} ({self.uid or 'no uid'}): {self.rule}: {self.detail}"
 
 
+class BadRow(UserError):
+    """A row (or the image of one) that cannot be used, with the rule that it breaks."""
+
+    def __init__(self, rule: Rule, detail: str):
+        super().__init__(f"an image cannot be used: {rule}: {detail}", "See umm-reflect data check")
+        self.rule, self.detail = rule, detail
+
+
 @dataclass(frozen=True)
 class Said:
     """A turn: its exact text, what that says, and whether it is learned.
@@ -107,7 +117,8 @@ class Picture:
     """Where the bytes of an image are; they are read anew each time.
 
     file: an image file, or with `cell` a Parquet file: (row group, row in it, place in the list).
-    data: the bytes themselves, where they came over the wire.
+    data: the bytes themselves, where they came over the wire. size: (height, width), upright, once
+    it was examined.
     """
 
     file: str = ""
@@ -115,6 +126,7 @@ class Picture:
     sha256: str = ""
     learn: bool = True
     data: bytes | None = None
+    size: tuple[int, int] | None = None
 
     def read(self) -> bytes:
         """The encoded bytes. Errors: OSError for a missing file, ValueError for an empty cell."""
@@ -130,54 +142,63 @@ class Picture:
         return value
 
     def load(self) -> Image:
-        """The decoded picture, upright, RGB. Errors: UserError that says what is wrong with it."""
+        """The decoded picture, upright, RGB. Errors: BadRow with the rule that it breaks."""
         from umm_reflect.images import load_image
 
-        if problem := self.problem("headers"):
-            raise UserError(f"an image cannot be used: {problem[0]}: {problem[1]}", "data check")
-        return load_image(self.read())
+        data, _ = self._checked()
+        try:
+            return load_image(data)
+        except UserError as error:
+            raise BadRow(Rule.IMAGE_CORRUPT, error.what) from None
 
-    def size(self) -> tuple[int, int]:
-        """(height, width) from the file's header, before it is turned upright."""
-        from PIL import Image
+    def examined(self, check: ImageCheck) -> Picture:
+        """Itself with its size noted. "headers": hash and size are checked; "decode": every pixel.
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(self.read())) as image:
-                return image.height, image.width
-
-    def problem(self, check: ImageCheck) -> Problem | None:
-        """What is wrong with the image. "headers": hash and size; "decode": every pixel too."""
-        from PIL import Image
-
-        from umm_reflect.images import load_image
-
+        Errors: BadRow with the rule that it breaks.
+        """
         if check == "none":
-            return None
+            return self
+        if check == "decode":
+            self.load()
+        return replace(self, size=self._checked()[1])
+
+    def _checked(self) -> tuple[bytes, tuple[int, int]]:
+        """The bytes and (height, width), once hash and size are right."""
+        from PIL import Image
+
         try:
             data = self.read()
         except (OSError, ValueError, IndexError) as error:
-            name = Path(self.file).name
             why = "does not exist" if isinstance(error, FileNotFoundError) else str(error)
-            return Rule.IMAGE_MISSING, f"{name} {why}"
+            raise BadRow(Rule.IMAGE_MISSING, f"{Path(self.file).name} {why}") from None
         if self.sha256 and hashlib.sha256(data).hexdigest() != self.sha256:
-            return Rule.IMAGE_HASH, f"{len(data)} bytes with another sha256 than the row says"
+            raise BadRow(Rule.IMAGE_HASH, f"{len(data)} bytes with another sha256 than is noted")
         try:
-            height, width = self.size()
-            if max(height, width) > MAX_SIDE:
-                return Rule.IMAGE_TOO_LARGE, f"{width}x{height} px; at most {MAX_SIDE} a side"
-            if check == "decode":
-                load_image(data)
+            height, width = upright_size(data)
         except Image.DecompressionBombError as error:
-            return Rule.IMAGE_TOO_LARGE, str(error).split(",")[0]
-        except (OSError, SyntaxError, ValueError, UserError) as error:
-            return Rule.IMAGE_CORRUPT, str(error).replace("\n", " ")[:200]
-        return None
+            raise BadRow(Rule.IMAGE_TOO_LARGE, str(error).split(",")[0]) from None
+        except (OSError, SyntaxError, ValueError) as error:
+            raise BadRow(Rule.IMAGE_CORRUPT, str(error).replace("\n", " ")[:200]) from None
+        if max(height, width) > MAX_SIDE:
+            what = f"{width}x{height} px; at most {MAX_SIDE} a side"
+            raise BadRow(Rule.IMAGE_TOO_LARGE, what)
+        return data, (height, width)
 
 
-@lru_cache(maxsize=1)
+def upright_size(data: bytes) -> tuple[int, int]:
+    """(height, width) of an encoded image after it is turned upright, from its header."""
+    from PIL import ExifTags, Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        with Image.open(io.BytesIO(data)) as image:
+            on_its_side = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+            return image.size if on_its_side else (image.height, image.width)
+
+
+@lru_cache(maxsize=2)
 def image_column(file: str, group: int):
-    """The images of one row group (the last one is kept: rows are best read in file order)."""
+    """The images of one row group (the last two are kept: read rows in file order)."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(file) as parquet:
@@ -274,25 +295,47 @@ class Quarantine:
             )
 
 
-def scan(source: str | Path, images: ImageCheck = "decode") -> Iterator[tuple[Reading, bool]]:
-    """Each row of a dataset in order, and whether it is an anchor; one row in memory at a time.
+def scan(
+    source: str | Path, images: ImageCheck = "decode", workers: int = 1
+) -> Iterator[tuple[Reading, bool]]:
+    """Each row of a dataset in order, and whether it is an anchor.
 
+    workers: threads that read and decode images (a few rows ahead, so little is in memory).
     Errors: UserError for a folder that is no dataset, or a file that cannot be read at all.
     """
     uids: dict[tuple[bool, str], str] = {}
-    for (where, uid, record, problems), anchor in _readings(source):
-        problems = list(problems)
-        first = uids.setdefault((anchor, uid), where)
-        if uid and first != where:
-            problems.append((Rule.UID, f"{first} has the same uid"))
-        for number, picture in enumerate(record.images if record else ()):
-            if problem := picture.problem(images):
-                problems.append((problem[0], f"image {number}: {problem[1]}"))
-        yield (where, uid, None if problems else record, problems), anchor
+    with ThreadPoolExecutor(max(workers, 1)) as pool:
+        waiting: deque[Future] = deque()
+        for reading, anchor in _readings(source):
+            where, uid, _, problems = reading
+            first = uids.setdefault((anchor, uid), where)
+            if uid and first != where:
+                problems.append((Rule.UID, f"{first} has the same uid"))
+            waiting.append(pool.submit(_examined, reading, anchor, images))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _examined(reading: Reading, anchor: bool, images: ImageCheck) -> tuple[Reading, bool]:
+    where, uid, record, problems = reading
+    pictures = []
+    for number, picture in enumerate(record.images if record else ()):
+        try:
+            pictures.append(picture.examined(images))
+        except BadRow as error:
+            problems.append((error.rule, f"image {number}: {error.detail}"))
+    good = record is not None and not problems
+    return (where, uid, replace(record, images=tuple(pictures)) if good else None, problems), anchor
 
 
 def read_dataset(
-    source: str | Path, images: ImageCheck = "headers", *, keep_pictures: bool = True
+    source: str | Path,
+    images: ImageCheck = "headers",
+    *,
+    workers: int = 1,
+    keep_pictures: bool = True,
 ) -> Found:
     """The whole dataset: records that keep every rule, and what the others break.
 
@@ -304,7 +347,7 @@ def read_dataset(
     anchors: list[Record] = []
     violations: list[Violation] = []
     rows = bad = 0
-    for (where, uid, record, problems), anchor in scan(source, images):
+    for (where, uid, record, problems), anchor in scan(source, images, workers):
         rows += 1
         bad += bool(problems)
         violations += [Violation(where, uid, rule, detail) for rule, detail in problems]
@@ -344,14 +387,15 @@ def schema_of(source: str | Path) -> str:
 
 
 def _readings(source: str | Path) -> Iterable[tuple[Reading, bool]]:
-    from sft import data_own, data_release
+    from sft import data_hub, data_own, data_release
 
     schema, path = schema_of(source), Path(source)
     if schema == "release":
         yield from ((reading, False) for reading in data_release.read_trajectories(path))
         yield from ((reading, True) for reading in data_release.read_anchors(path))
     elif schema == "hub":
-        yield from ((reading, False) for reading in data_release.stream(str(source)))
+        yield from ((reading, False) for reading in data_hub.stream_trajectories(str(source)))
+        yield from ((reading, True) for reading in data_hub.stream_anchors(str(source)))
     elif schema == "jsonl":
         yield from ((reading, False) for reading in data_own.read_jsonl(path))
     else:

@@ -56,6 +56,8 @@ class CheckConfig:
     """How closely images are read: every pixel, hash and header, or not at all."""
     max_bad: float = 0.0
     """Share of the rows that may break a rule."""
+    workers: int = 2
+    """Threads that read and decode images."""
     expect: Literal["release"] | None = None
     """Also compare the counts with the published ones."""
     report: Path | None = None
@@ -64,6 +66,8 @@ class CheckConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.max_bad <= 1:
             raise ValueError(f"max-bad is {self.max_bad}; give a share between 0 and 1")
+        if self.workers < 1:
+            raise ValueError(f"workers is {self.workers}; give at least 1")
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ def example(config: ExampleConfig) -> int:
 
 
 def check(config: CheckConfig) -> int:
-    found = read_dataset(config.source, config.images, keep_pictures=False)
+    found = read_dataset(config.source, config.images, workers=config.workers, keep_pictures=False)
     if config.report:
         from umm_reflect.files import write_aside
 

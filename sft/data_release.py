@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ SINGLE = (
 )
 COLUMNS = (*SINGLE, *STEP_LISTS)
 IMAGES = "step_image_list"
+ANCHOR_COLUMNS = ("uid", "task", "user_prompt")
+ALLOWLIST = "base_anchor_allowlist.json"
+AnchorRow = tuple[str, dict[str, Any], Callable[[int], Picture]]  # where, values, step → image
 TRUNCATED_AT = 600  # characters to which the stored text cut an edit
 
 OLD_FORMAT = re.compile(
@@ -357,31 +360,6 @@ def parquet_rows(
         ) from None
 
 
-def stream(name: str) -> Iterator[Reading]:
-    """The trajectories of a hub id (or id@revision), row after row, without a copy on disk."""
-    from datasets import load_dataset
-
-    repo, _, revision = name.partition("@")
-    try:
-        rows = load_dataset(
-            repo,
-            data_files="trajectory_parquet/*.parquet",
-            split="train",
-            streaming=True,
-            revision=revision or None,
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(f"{name} cannot be read from the hub ({error})", "Check the id.") from None
-    for number, values in enumerate(rows):
-
-        def picture(step: int, sha: str, row=values) -> Picture:
-            cell = row[IMAGES][step]
-            return Picture(data=cell["bytes"] if isinstance(cell, dict) else cell, sha256=sha)
-
-        record, problems = read_row(values, picture)
-        yield f"{name} row {number}", str(values.get("uid") or ""), record, problems
-
-
 def normalized_hash(prompt: str) -> str:
     """The hash by which the list of anchors names a prompt: its words, lower case."""
     return hashlib.sha256(" ".join(re.findall(r"[a-z0-9]+", prompt.lower())).encode()).hexdigest()
@@ -392,7 +370,22 @@ def read_anchors(root: Path) -> Iterator[Reading]:
     shards = sorted((root / "anchor" / "parquet").glob("*.parquet"))
     if not shards:
         return
-    path = root / "anchor" / "base_anchor_allowlist.json"
+    path = root / "anchor" / ALLOWLIST
+
+    def rows() -> Iterator[AnchorRow]:
+        for shard in shards:
+            for group, index, number, row in parquet_rows(shard, ANCHOR_COLUMNS):
+
+                def picture(step: int, file=str(shard), cell=(group, index)) -> Picture:
+                    return Picture(file, (*cell, step))
+
+                yield f"anchor {shard.name} row {number}", row, picture
+
+    yield from allowed_anchors(rows(), read_allowlist(path))
+
+
+def read_allowlist(path: Path) -> dict[str, dict[str, Any]]:
+    """The allowed anchors by uid. Errors: UserError where the list is damaged or did not pass."""
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))
         allowed = {row["uid"]: row for row in listed["rows"]}
@@ -401,21 +394,26 @@ def read_anchors(root: Path) -> Iterator[Reading]:
         raise UserError(f"{path} cannot be read ({error})", "Fetch it again.") from None
     if not fits or len(allowed) != len(listed["rows"]):
         raise UserError(f"{path} did not pass its own check, or names a uid twice", "Fetch it.")
+    return allowed
+
+
+def allowed_anchors(
+    rows: Iterable[AnchorRow], allowed: dict[str, dict[str, Any]]
+) -> Iterator[Reading]:
+    """Of all anchors those that the list names, and what it names that is not there."""
     seen = set()
-    for shard in shards:
-        for group, index, number, row in parquet_rows(shard, ("uid", "task", "user_prompt")):
-            entry = allowed.get(row["uid"])
-            if entry is None:
-                continue
-            seen.add(row["uid"])
-            problems: list[Problem] = []
-            if row["task"] != "t2i":
-                problems.append((Rule.ANCHOR, f"task {row['task']!r}"))
-            if normalized_hash(row["user_prompt"]) != entry["normalized_prompt_sha256"]:
-                problems.append((Rule.ANCHOR, "the prompt is not the one that the list allows"))
-            image = Picture(str(shard), (group, index, entry["target_step_index"]))
-            record = Record(row["uid"], "t2i", row["user_prompt"], (), (image,))
-            where = f"anchor {shard.name} row {number}"
-            yield where, row["uid"], None if problems else record, problems
+    for where, row, picture in rows:
+        entry = allowed.get(row["uid"])
+        if entry is None:
+            continue
+        seen.add(row["uid"])
+        problems: list[Problem] = []
+        if row["task"] != "t2i":
+            problems.append((Rule.ANCHOR, f"task {row['task']!r}"))
+        if normalized_hash(row["user_prompt"]) != entry["normalized_prompt_sha256"]:
+            problems.append((Rule.ANCHOR, "the prompt is not the one that the list allows"))
+        image = picture(entry["target_step_index"])
+        record = Record(row["uid"], "t2i", row["user_prompt"], (), (image,))
+        yield where, row["uid"], None if problems else record, problems
     for uid in sorted(allowed.keys() - seen):
-        yield f"{path.name} {uid}", uid, None, [(Rule.ANCHOR, "listed, but no shard has it")]
+        yield f"{ALLOWLIST} {uid}", uid, None, [(Rule.ANCHOR, "listed, but no shard has it")]

@@ -23,9 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
+
 from agent.types import EditView, Seen, View
 from agent.views import edit_view, first_image_view, reflect_view
-from sft.data import Found, Record, Said, expected
+from sft.data import Found, Record, expected
 from sft.data_release import OLD_FORMAT, system_prompt
 from sft.weights import Weighting, weighted_ids
 from umm_reflect.context import ImageSegment, TextSegment
@@ -285,8 +287,9 @@ class Layer:
     """Lays rows out. system_prompt: text for trajectories without one of their own (None: none);
     the release's stored prompts are brought up to date with it.
 
-    edit_view: what a transition is drawn from; "local" is the release's. One layer serves one
-    process; it keeps the ids of system prompts, nothing else.
+    edit_view: what a transition is drawn from; "local" is the release's. stand_ins: images without
+    pixels (meta tensors of the right size), to plan packs by length without reading any. One layer
+    serves one process; it keeps the ids of system prompts, nothing else.
     """
 
     def __init__(
@@ -296,16 +299,17 @@ class Layer:
         system_prompt: str | None = None,
         weighting: Weighting = "release",
         edit_view: EditView = "local",
+        stand_ins: bool = False,
     ):
         self.tokens, self.transforms, self.system_prompt = tokens, transforms, system_prompt
-        self.weighting, self.edit_view = weighting, edit_view
+        self.weighting, self.edit_view, self.stand_ins = weighting, edit_view, stand_ins
         self._system: dict[str, TextSegment] = {}
 
     def lay(self, row: Row, branch: Branch = "conditional") -> Laid:
         """The pieces of a row; its pictures are read, decoded and resized here.
 
         branch: of a transition or an anchor, what the image is drawn from: everything, or what
-        guidance steers away from. Errors: UserError for a picture that cannot be used.
+        guidance steers away from. Errors: BadRow for a picture that cannot be used.
         """
         if row.kind == "anchor":
             seen = Seen(None, self._text(row.record.prompt))
@@ -392,11 +396,14 @@ class Layer:
         return image >= record.first_drawn and record.images[image].learn
 
     def _image(self, row: Row, number: int, hidden: bool = False) -> ImageSegment:
-        if hidden:
-            import torch
-
-            return ImageSegment(latent=torch.empty(0))
-        return self.transforms.segment(row.record.images[number].load())
+        picture = row.record.images[number]
+        if not (self.stand_ins or hidden):
+            return self.transforms.segment(picture.load())
+        size = picture.size or ((1, 1) if hidden else picture.examined("headers").size)
+        vae, vit = self.transforms.sizes(*size)
+        return ImageSegment(
+            torch.empty(3, *vae, device="meta"), torch.empty(3, *vit, device="meta")
+        )
 
     def _text(self, text: str) -> TextSegment:
         return self.tokens.segment(text, allow_special=False)
@@ -419,12 +426,3 @@ def _halves(image: ImageSegment) -> tuple[list[Piece], list[Droppable | None]]:
         pieces.append(Piece(ImageSegment(None, image.vit_pixels)))
         kinds.append("vit")
     return pieces, kinds
-
-
-def learned_turns(row: Row) -> list[Said]:
-    """The turns that a row carries a loss for."""
-    if row.kind in ("verifier", "penultimate"):
-        return [row.record.turns[row.turn]]
-    if row.kind in ("controller", "whole"):
-        return [said for said in row.record.turns if said.learn]
-    return []

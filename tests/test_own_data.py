@@ -13,7 +13,17 @@ from agent import trace
 from agent.loop import run_episodes
 from agent.policy import ScriptedPolicy
 from agent.types import Reflection
-from sft.data import Picture, Quarantine, Record, Rule, Violation, read_dataset, schema_of, split
+from sft.data import (
+    BadRow,
+    Picture,
+    Quarantine,
+    Record,
+    Rule,
+    Violation,
+    read_dataset,
+    schema_of,
+    split,
+)
 from sft.data_convert import example_records, with_plan, write_example
 from sft.data_own import safe_name, write_jsonl
 from umm_reflect.errors import UserError
@@ -125,8 +135,28 @@ def test_a_picture_that_goes_bad_after_the_check_is_an_error_that_says_so(folder
     record = read_dataset(write(folder, [line("x")])).records[0]
     assert record.images[0].load().size == (40, 30)
     (folder / "a.png").unlink()
-    with pytest.raises(UserError, match=r"image_missing: a\.png does not exist"):
+    with pytest.raises(BadRow, match=r"image_missing: a\.png does not exist") as raised:
         record.images[0].load()
+    assert raised.value.rule is Rule.IMAGE_MISSING
+
+
+def test_an_image_is_measured_as_it_lies_when_it_is_upright(folder):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (40, 30)).save(folder / "side.jpg", exif=exif)
+    record = read_dataset(write(folder, [line("x", images=["side.jpg", "b.png"])])).records[0]
+    assert [image.size for image in record.images] == [(40, 30), (30, 40)]
+    assert record.images[0].load().size == (30, 40)
+
+
+def test_threads_change_neither_order_nor_findings(folder):
+    lines = [
+        line(f"u{k}", images=["a.png", "corrupt.png" if k % 3 == 0 else "b.png"]) for k in range(30)
+    ]
+    write(folder, lines)
+    one, four = (read_dataset(folder, "decode", workers=workers) for workers in (1, 4))
+    assert one == four
+    assert len(one.violations) == 10
 
 
 def test_rows_that_turn_out_bad_while_a_run_goes_on_end_it_only_when_they_are_many():

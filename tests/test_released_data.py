@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sft import data_release
+from sft import data_hub, data_release
 from sft.data import Picture, Rule, expected, read_dataset, scan
 from sft.data_convert import write_release
 from sft.data_own import write_jsonl
@@ -254,17 +254,24 @@ def test_a_shard_without_a_column_or_that_is_no_parquet_is_an_error_that_names_i
 # --- elsewhere and back ---------------------------------------------------------------------------
 
 
-def test_streaming_reads_the_same_trajectories(folder, monkeypatch):
+def test_streaming_reads_the_same_rows(folder, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    streamed = list(data_release.stream(str(folder)))
-    local = [reading for reading, anchor in scan(folder, "none") if not anchor]
-    assert [r[2].turns for r in streamed] == [r[2].turns for r in local]
-    assert [r[3] for r in streamed] == [[]] * 40
-    pairs = zip(streamed, local, strict=True)
-    assert all(
-        [image.read() for image in a[2].images] == [image.read() for image in b[2].images]
-        for a, b in pairs
-    )
+    streamed = [*data_hub.stream_trajectories(str(folder)), *data_hub.stream_anchors(str(folder))]
+    local = [reading for reading, _ in scan(folder, "none")]
+    assert len(streamed) == 43
+    for (_, uid, here, problems), (_, other_uid, there, _) in zip(streamed, local, strict=True):
+        assert (uid, problems) == (other_uid, [])
+        assert here.turns == there.turns
+        assert [image.read() for image in here.images] == [i.read() for i in there.images]
+
+
+def test_a_hub_id_that_cannot_be_read_is_one_line(monkeypatch):
+    def fails(*args, **kwargs):
+        raise FileNotFoundError("Couldn't find any data file at owner/data.")
+
+    monkeypatch.setattr("datasets.load_dataset", fails)
+    with pytest.raises(UserError, match=r"of owner/data cannot be read from the hub \(Couldn't"):
+        read_dataset("owner/data")
 
 
 def test_the_release_turned_into_jsonl_and_back_is_the_same(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Rows of every kind: literal columns, literal pieces, literal weights of every token of a turn."""
+"""Rows of every kind: literal columns, literal pieces, and the same bytes on a second run."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import math
 import os
 import subprocess
 import sys
-from itertools import groupby
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
-from tokenizers import pre_tokenizers as splits
 
 from agent.protocol import canonical
 from agent.types import Reflection
 from sft.data import Found, Picture, Record, Said, read_dataset
 from sft.rows import (
+    RELEASE_KINDS,
     Layer,
     Row,
     check_release_counts,
@@ -31,12 +30,12 @@ from sft.rows import (
 )
 from sft.weights import weighted_ids
 from tests import released
-from tests.tiny import SPECIAL_TOKENS, TINY, train_tokenizer
+from tests.letters import LETTERS
+from tests.tiny import TINY
 from umm_reflect.errors import UserError
 from umm_reflect.images import mended_transforms
 from umm_reflect.layout import Frame
 from umm_reflect.packing import NO_LABEL, pack_row
-from umm_reflect.tokens import Tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,19 +43,6 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> Found:
     return read_dataset(released.write_released(tmp_path_factory.mktemp("released")))
-
-
-def letters() -> Tokens:
-    """A tokenizer whose tokens are single bytes."""
-    alphabet = sorted(splits.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: k for k, symbol in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = splits.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    return Tokens(tokenizer)
-
-
-LETTERS = letters()
 
 
 # --- columns --------------------------------------------------------------------------------------
@@ -209,88 +195,6 @@ def test_rows_come_in_the_order_of_their_uids(found):
         expand([], kinds=["rows"])
 
 
-# --- weights --------------------------------------------------------------------------------------
-
-EDIT = canonical(Reflection("A é red,\none.", 4, "edit", "Add it."), 0, "Image #0")
-DONE = canonical(Reflection("Right.", 10, "done", ""), 1, "Image #1")
-
-
-def runs(text: str, weighting: str, scale: float = 1.0) -> list[tuple[str, float]]:
-    """Runs of equal weight, as text, with the end token last."""
-    ids, weights = weighted_ids(LETTERS, text, weighting)
-    assert LETTERS.decode(ids) == text
-    pairs = zip((*ids, LETTERS.end), (round(w * scale, 6) for w in weights), strict=True)
-    grouped = groupby(pairs, key=lambda pair: pair[1])
-    return [(LETTERS.decode([i for i, _ in run]), weight) for weight, run in grouped]
-
-
-def test_the_published_weights_of_an_edit_turn_token_by_token():
-    scale = math.sqrt(len(EDIT.encode()) + 1)
-    assert runs(EDIT, "release", scale) == [
-        ("<think>", 2),
-        ("\n", 1),
-        ("[CURRENT_ROUND]", 2),
-        (" Round#0\n", 1),
-        ("[SCORE]", 2),
-        (" 4/10\n", 1),
-        ("[ACTION]", 2),
-        (" ", 1),
-        ("edit", 3),
-        ("\n", 1),
-        ("[THINKING]", 2),
-        (" A é red,\none.\n", 1),
-        ("[SOURCE_IMAGE]", 2),
-        (" ", 1),
-        ("Image #0", 2),
-        ("\n", 1),
-        ("</think>\n", 2),
-        ("[EDIT]", 3),
-        (" ", 1),
-        ("A", 3),
-        ("dd it.", 2),
-        ("<|im_end|>", 1),
-    ]
-
-
-def test_the_none_of_a_done_turn_weighs_one():
-    scale = math.sqrt(len(DONE) + 1)
-    assert runs(DONE, "release", scale)[-5:] == [
-        ("Image #1", 2),
-        ("\n", 1),
-        ("</think>\n", 2),
-        ("[EDIT]", 3),
-        (" None<|im_end|>", 1),
-    ]
-
-
-def test_a_token_counts_for_the_heaviest_span_that_it_touches():
-    tokens = Tokens(train_tokenizer())
-    text = canonical(Reflection("One.", 4, "edit", "the sky."), 0, "Image #0")
-    ids, weights = weighted_ids(tokens, text, "release")
-    scale = math.sqrt(len(ids) + 1)
-    named = [
-        (tokens.decode([i]), round(w * scale, 6)) for i, w in zip(ids, weights[:-1], strict=True)
-    ]
-    said = ["".join(token for token, _ in named[:k]) for k in range(len(named))]
-    first = next(k for k, before in enumerate(said) if before.endswith("[EDIT]"))
-    assert named[first] == (" the", 3)  # its blank is not part of the edit
-    assert named[first + 1] == (" sky", 2)
-
-
-def test_our_own_weights_leave_out_what_the_loop_writes():
-    assert runs(EDIT, "ours")[:3] == [
-        ("<think>\n[CURRENT_ROUND] Round#0\n[SCORE] ", 0),
-        ("4/10\n[ACTION] edit", 4),
-        (
-            "\n[THINKING] A é red,\none.\n[SOURCE_IMAGE] Image #0\n</think>\n[EDIT] Add it."
-            "<|im_end|>",
-            1,
-        ),
-    ]
-    with pytest.raises(ValueError, match="unknown weighting 'plain'; choose from release, ours"):
-        weighted_ids(LETTERS, EDIT, "plain")
-
-
 # --- pieces ---------------------------------------------------------------------------------------
 
 TRANSFORMS = mended_transforms(vae=(32, 16, 16), vit=(28, 14, 14))
@@ -433,3 +337,23 @@ def test_a_laid_row_packs_and_its_halves_take_the_places_of_the_whole_image(laye
     total = sum(weighted_ids(t, s.text, "release")[1][k] for s in turns for k in range(len(s.text)))
     total += sum(1 / math.sqrt(len(s.text) + 1) for s in turns)
     assert torch.isclose(torch.tensor(whole.weight_U).sum(), torch.tensor(total).float())
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_stand_ins_have_the_sizes_of_the_pictures_they_stand_for(found, twice):
+    transforms = replace(TRANSFORMS, resize_twice=twice)
+    real, plan = (
+        Layer(LETTERS, transforms, released.PROMPT_FILE, stand_ins=stand_ins)
+        for stand_ins in (False, True)
+    )
+    for some in expand(found.records[:4], found.anchors, RELEASE_KINDS).values():
+        for row in some:
+            pairs = zip(real.lay(row).pieces, plan.lay(row).pieces, strict=True)
+            for here, there in pairs:
+                assert (here.learn, here.weights) == (there.learn, there.weights)
+                for name in ("vae_pixels", "vit_pixels"):
+                    pixels = getattr(here.segment, name, None)
+                    other = getattr(there.segment, name, None)
+                    assert (pixels is None) == (other is None)
+                    assert pixels is None or pixels.shape == other.shape
+                    assert other is None or other.is_meta
