@@ -28,6 +28,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from tqdm import tqdm
+
 from agent.types import Reflection, Seen
 from agent.views import current
 from umm_reflect.context import TextSegment
@@ -117,8 +119,8 @@ class Picture:
     """Where the bytes of an image are; they are read anew each time.
 
     file: an image file, or with `cell` a Parquet file: (row group, row in it, place in the list).
-    data: the bytes themselves, where they came over the wire. size: (height, width), upright, once
-    it was examined.
+    data: the bytes themselves, where they came over the wire or with their row.
+    size: (height, width), upright, once it was examined.
     """
 
     file: str = ""
@@ -152,7 +154,8 @@ class Picture:
             raise BadRow(Rule.IMAGE_CORRUPT, error.what) from None
 
     def examined(self, check: ImageCheck) -> Picture:
-        """Itself with its size noted. "headers": hash and size are checked; "decode": every pixel.
+        """Itself with its size noted, without bytes that lie on the disk. "headers": hash and size
+        are checked; "decode": every pixel too.
 
         Errors: BadRow with the rule that it breaks.
         """
@@ -160,7 +163,8 @@ class Picture:
             return self
         if check == "decode":
             self.load()
-        return replace(self, size=self._checked()[1])
+        size = self._checked()[1]
+        return replace(self, size=size, data=None if self.cell else self.data)
 
     def _checked(self) -> tuple[bytes, tuple[int, int]]:
         """The bytes and (height, width), once hash and size are right."""
@@ -198,7 +202,10 @@ def upright_size(data: bytes) -> tuple[int, int]:
 
 @lru_cache(maxsize=2)
 def image_column(file: str, group: int):
-    """The images of one row group (the last two are kept: read rows in file order)."""
+    """The images of one row group, all in memory; the last two groups are kept.
+
+    For one image out of many. A scan takes images with their rows, a few at a time.
+    """
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(file) as parquet:
@@ -306,7 +313,7 @@ def scan(
     uids: dict[tuple[bool, str], str] = {}
     with ThreadPoolExecutor(max(workers, 1)) as pool:
         waiting: deque[Future] = deque()
-        for reading, anchor in _readings(source):
+        for reading, anchor in _readings(source, images != "none"):
             where, uid, _, problems = reading
             first = uids.setdefault((anchor, uid), where)
             if uid and first != where:
@@ -347,7 +354,9 @@ def read_dataset(
     anchors: list[Record] = []
     violations: list[Violation] = []
     rows = bad = 0
-    for (where, uid, record, problems), anchor in scan(source, images, workers):
+    readings = scan(source, images, workers)
+    for reading, anchor in tqdm(readings, desc=str(source), unit=" rows", disable=None):
+        where, uid, record, problems = reading
         rows += 1
         bad += bool(problems)
         violations += [Violation(where, uid, rule, detail) for rule, detail in problems]
@@ -386,13 +395,14 @@ def schema_of(source: str | Path) -> str:
     )
 
 
-def _readings(source: str | Path) -> Iterable[tuple[Reading, bool]]:
+def _readings(source: str | Path, with_images: bool) -> Iterable[tuple[Reading, bool]]:
     from sft import data_hub, data_own, data_release
 
     schema, path = schema_of(source), Path(source)
     if schema == "release":
-        yield from ((reading, False) for reading in data_release.read_trajectories(path))
-        yield from ((reading, True) for reading in data_release.read_anchors(path))
+        rows = data_release.read_trajectories(path, with_images)
+        yield from ((reading, False) for reading in rows)
+        yield from ((reading, True) for reading in data_release.read_anchors(path, with_images))
     elif schema == "hub":
         yield from ((reading, False) for reading in data_hub.stream_trajectories(str(source)))
         yield from ((reading, True) for reading in data_hub.stream_anchors(str(source)))

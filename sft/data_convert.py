@@ -26,7 +26,7 @@ from sft.data_release import IMAGES, OLD_FORMAT, SYSTEM_VERSION
 if TYPE_CHECKING:
     from sft.shapes import ShapesTrajectory
 
-ROW_GROUP = 256
+ROW_GROUP = 16  # a reader of one image reads those of its whole group
 EXAMPLE_ROWS = 8
 EXAMPLE_SIDE = 128
 

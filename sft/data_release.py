@@ -14,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ SINGLE = (
 COLUMNS = (*SINGLE, *STEP_LISTS)
 IMAGES = "step_image_list"
 ANCHOR_COLUMNS = ("uid", "task", "user_prompt")
+BATCH, BUFFER = 8, 1 << 20  # rows at a time, and bytes of a column that are read ahead
 ALLOWLIST = "base_anchor_allowlist.json"
 AnchorRow = tuple[str, dict[str, Any], Callable[[int], Picture]]  # where, values, step → image
 TRUNCATED_AT = 600  # characters to which the stored text cut an edit
@@ -311,7 +314,7 @@ def _record(row: _Row, picture: Callable[[int, str], Picture]) -> Record | None:
         turns=tuple(said for said, _ in turns),
         images=tuple(picture(step, v["step_image_sha256"][step]) for step in steps),
         planned=row.task == "t2i",
-        system_prompt=v["system_prompt"],
+        system_prompt=sys.intern(v["system_prompt"]),  # tens of thousands of rows share one
         subtype=v["trajectory_subtype"],
         plan=plan,
         payload_sources=tuple(origin for _, origin in turns if origin),
@@ -321,43 +324,63 @@ def _record(row: _Row, picture: Callable[[int, str], Picture]) -> Record | None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def read_trajectories(root: Path) -> Iterator[Reading]:
-    """The rows of `trajectory_parquet/*.parquet` (or of the folder's own shards), in order."""
+def read_trajectories(root: Path, with_images: bool = True) -> Iterator[Reading]:
+    """The rows of `trajectory_parquet/*.parquet` (or of the folder's own shards), in order.
+
+    with_images: the pictures hold their bytes; otherwise they say where these are.
+    """
     folder = root / "trajectory_parquet"
     for path in sorted((folder if folder.is_dir() else root).glob("*.parquet")):
-        for group, index, number, values in parquet_rows(path, COLUMNS):
-
-            def picture(step: int, sha: str, cell=(group, index), path=path) -> Picture:
-                return Picture(str(path), (*cell, step), sha)
-
-            record, problems = read_row(values, picture)
+        for number, values, at in parquet_rows(path, COLUMNS, with_images):
+            record, problems = read_row(values, at)
             yield f"{path.name} row {number}", str(values.get("uid") or ""), record, problems
 
 
 def parquet_rows(
-    path: Path, columns: tuple[str, ...]
-) -> Iterator[tuple[int, int, int, dict[str, Any]]]:
-    """(row group, row in it, row in the file, values). Errors: UserError names file and columns."""
+    path: Path, columns: tuple[str, ...], with_images: bool
+) -> Iterator[tuple[int, dict[str, Any], PictureAt]]:
+    """(row, values, where its pictures are), a few rows in memory at a time.
+
+    Errors: UserError names the file and the columns that it lacks.
+    """
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
+    wanted = [*columns, *([IMAGES] if with_images else [])]
     try:
-        with ParquetFile(path) as parquet:
-            missing = [
-                name for name in (*columns, IMAGES) if name not in parquet.schema_arrow.names
-            ]
-            if missing:
+        with ParquetFile(path, pre_buffer=False, buffer_size=BUFFER) as parquet:
+            names = parquet.schema_arrow.names
+            if missing := [name for name in (*columns, IMAGES) if name not in names]:
                 raise UserError(f"{path} has no column {', '.join(missing)}", "See data example.")
             number = 0
             for group in range(parquet.num_row_groups):
-                rows = parquet.read_row_group(group, columns=list(columns)).to_pylist()
-                for index, values in enumerate(rows):
-                    yield group, index, number, values
-                    number += 1
+                index = 0
+                batches = parquet.iter_batches(BATCH, row_groups=[group], columns=wanted)
+                for values in (row for batch in batches for row in batch.to_pylist()):
+                    yield number, values, PictureAt(str(path), group, index, values.get(IMAGES))
+                    number, index = number + 1, index + 1
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(
             f"{path} is no readable Parquet file ({error})", "Fetch it again."
         ) from None
+
+
+@dataclass(frozen=True)
+class PictureAt:
+    """The pictures of one Parquet row: called with a step (and hash), gives where it is."""
+
+    file: str
+    group: int
+    row: int
+    images: list[bytes | dict[str, Any] | None] | None
+
+    def __call__(self, step: int, sha256: str = "") -> Picture:
+        cell = (self.group, self.row, step)
+        if self.images is None:
+            return Picture(self.file, cell, sha256)
+        value = self.images[step]
+        data = value["bytes"] if isinstance(value, dict) else value
+        return Picture(self.file, cell, sha256, data=data or None)
 
 
 def normalized_hash(prompt: str) -> str:
@@ -365,23 +388,17 @@ def normalized_hash(prompt: str) -> str:
     return hashlib.sha256(" ".join(re.findall(r"[a-z0-9]+", prompt.lower())).encode()).hexdigest()
 
 
-def read_anchors(root: Path) -> Iterator[Reading]:
+def read_anchors(root: Path, with_images: bool = True) -> Iterator[Reading]:
     """The anchors that the list allows; none where the folder has no anchors."""
     shards = sorted((root / "anchor" / "parquet").glob("*.parquet"))
     if not shards:
         return
-    path = root / "anchor" / ALLOWLIST
-
-    def rows() -> Iterator[AnchorRow]:
-        for shard in shards:
-            for group, index, number, row in parquet_rows(shard, ANCHOR_COLUMNS):
-
-                def picture(step: int, file=str(shard), cell=(group, index)) -> Picture:
-                    return Picture(file, (*cell, step))
-
-                yield f"anchor {shard.name} row {number}", row, picture
-
-    yield from allowed_anchors(rows(), read_allowlist(path))
+    rows = (
+        (f"anchor {shard.name} row {number}", values, at)
+        for shard in shards
+        for number, values, at in parquet_rows(shard, ANCHOR_COLUMNS, with_images)
+    )
+    yield from allowed_anchors(rows, read_allowlist(root / "anchor" / ALLOWLIST))
 
 
 def read_allowlist(path: Path) -> dict[str, dict[str, Any]]:
