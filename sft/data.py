@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,6 +43,7 @@ Task = Literal["t2i", "edit"]
 ImageCheck = Literal["decode", "headers", "none"]
 
 MAX_SIDE = 8192  # pixels; more is no picture to learn from, and 20,000 px would fill the memory
+_SURROGATE = re.compile("[\ud800-\udfff]")  # no tokenizer can read it
 MAX_BAD = 0.01  # share of the rows that may be left out before a run refuses to start
 
 
@@ -327,6 +329,10 @@ def scan(
 
 def _examined(reading: Reading, anchor: bool, images: ImageCheck) -> tuple[Reading, bool]:
     where, uid, record, problems = reading
+    if record:
+        said = [text for turn in record.turns for text in (turn.text, turn.reflection.edit)]
+        if any(map(_SURROGATE.search, [record.prompt, record.system_prompt or "", *said])):
+            problems.append((Rule.UNREADABLE, "a text holds half of a surrogate pair"))
     pictures = []
     for number, picture in enumerate(record.images if record else ()):
         try:

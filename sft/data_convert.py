@@ -62,7 +62,8 @@ def release_row(record: Record) -> dict[str, Any]:
         number, source = expected(record.task, record.planned, index)
         action = said.reflection.action
         inside, _, payload = said.text.partition("\n[EDIT] ")
-        inside = inside.replace(f"[THINKING] {record.plan}\n", "[THINKING] ", 1)
+        if record.plan and not index:  # reading adds it again
+            inside = inside.replace(f"[THINKING] {record.plan}\n", "[THINKING] ", 1)
         thinks.append(inside.removesuffix("</think>") + f"[EDIT] {payload}\n</think>")
         actions.append(action)
         roles.append("done" if action == "done" else "edit" if index else "plan")

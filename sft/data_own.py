@@ -69,7 +69,7 @@ def read_line(line: bytes, folder: Path) -> tuple[str, Record | None, list[Probl
     """(uid, record, problems) of one line. folder: what its paths are relative to."""
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return "", None, [(Rule.UNREADABLE, f"no JSON: {error}")]
     if not isinstance(entry, dict):
         return "", None, [(Rule.UNREADABLE, "no JSON object")]

@@ -281,7 +281,7 @@ def read_row(
     row = _Row(values)
     try:
         return _record(row, picture), row.problems
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         return None, [*row.problems, (Rule.UNREADABLE, f"{type(error).__name__}: {error}")]
 
 

@@ -116,6 +116,13 @@ def test_twelve_nasty_rows_are_named_by_line_and_rule(folder):
         ({"turns": turns(text="<think>\nother\n</think>")}, Rule.TEXT),
         ({"turns": "none"}, Rule.UNREADABLE),
         ({"turns": turns(lern=False)}, Rule.UNKNOWN_KEY),
+        ({"prompt": "half \ud83d"}, Rule.UNREADABLE),
+        ({"turns": turns(thinking="half \udc00")}, Rule.UNREADABLE),
+        ({"images": ["a\0.png", "b.png"]}, Rule.IMAGE_MISSING),
+        ({"images": [".", "b.png"]}, Rule.IMAGE_MISSING),
+        ({"images": [None, "b.png"]}, Rule.UNREADABLE),
+        ({"turns": turns(edit=["Add one."])}, Rule.TEXT),
+        ({"turns": turns(score=float("nan"))}, Rule.TEXT),
         ({"images": [{"file": "a.png", "sha256": "0" * 64}, "b.png"]}, Rule.IMAGE_HASH),
     ],
 )
@@ -123,6 +130,12 @@ def test_every_other_rule_of_a_line_has_its_name(folder, changes, rule):
     found = read_dataset(write(folder, [{**line("x"), **changes}]))
     assert found.records == ()
     assert rule in {violation.rule for violation in found.violations}
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "3", "null", '{"uid": "x"}', "\\x80"])
+def test_a_line_that_is_no_trajectory_at_all_is_unreadable(folder, text):
+    found = read_dataset(write(folder, [text]))
+    assert [violation.rule for violation in found.violations] == [Rule.UNREADABLE]
 
 
 def test_a_very_large_square_is_refused_before_it_is_decoded(folder):

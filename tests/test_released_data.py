@@ -176,6 +176,7 @@ BAD = {
     "milestones with a gap": (in_meta(1, milestone_index=3), {Rule.PLAN}),
     "unknown transition": (in_meta(1, transition_kind="leap"), {Rule.PLAN}),
     "meta is no JSON": (changed("meta_steps", "[{"), {Rule.UNREADABLE}),
+    "a milestone in words": (in_meta(0, milestone_index="one"), {Rule.PLAN, Rule.UNREADABLE}),
     "a text is missing": (changed("think_list", None, 1), {Rule.UNREADABLE}),
     "source of a drawing": (changed("source_image_step_index", 0), {Rule.SOURCE_STEP}),
 }
