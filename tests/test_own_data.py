@@ -134,8 +134,8 @@ def test_every_other_rule_of_a_line_has_its_name(folder, changes, rule):
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "3", "null", '{"uid": "x"}', "\\x80"])
 def test_a_line_that_is_no_trajectory_at_all_is_unreadable(folder, text):
-    found = read_dataset(write(folder, [text]))
-    assert [violation.rule for violation in found.violations] == [Rule.UNREADABLE]
+    found = read_dataset(write(folder, [text, text.replace("x", "y")]))
+    assert [violation.rule for violation in found.violations] == [Rule.UNREADABLE] * 2
 
 
 def test_a_very_large_square_is_refused_before_it_is_decoded(folder):

@@ -81,6 +81,39 @@ def test_the_stored_system_prompt_is_brought_up_to_date():
         data_release.system_prompt("Draw.", released.PROMPT_FILE)
 
 
+@pytest.mark.parametrize(
+    ("stored", "full", "source"),
+    [
+        ("Add a dog.", "Add a dog.", "exact"),
+        ("Add a dog.", "Add  a\ndog.", "whitespace_normalized"),
+        ("Add a", "Add a dog.", "render_truncated"),
+        ("x" * 600, "x" * 700, "render_truncated"),
+        ("x" * 601, "x" * 700, "other_mismatch"),
+        ("Add a dog.", "Add a", "other_mismatch"),
+        ("a dog.", "Add a dog.", "other_mismatch"),
+    ],
+)
+def test_how_a_stored_edit_holds_the_whole_one(stored, full, source):
+    assert data_release.payload_source(stored, full) == source
+
+
+def test_a_plan_has_two_milestones_or_more_that_count_from_one():
+    def step(kind, index):
+        return {
+            "transition_kind": kind,
+            "milestone_index": index,
+            "edit_instruction": f" e{index} ",
+        }
+
+    first, second = step("planned_initial", 1), step("planned_transition", 2)
+    repair = step("corrective_repair", 1)
+    plan = "Milestone plan: m1: e1 | m2: e2"
+    assert data_release.milestone_plan([first, repair, second]) == plan
+    for steps in ([first], [first, repair], [second, first], [first, step("planned_initial", 3)]):
+        with pytest.raises(ValueError, match=r"milestones \[.*\]; expected 1, 2, ... and at least"):
+            data_release.milestone_plan(steps)
+
+
 def test_rounds_and_sources_are_those_of_the_running_agent():
     assert [expected("t2i", True, k) for k in range(3)] == [
         (0, "None"),
@@ -115,6 +148,8 @@ def test_an_edit_field_may_span_lines_and_stand_before_another_field():
     )
 
 
+ANCHOR_2 = data_release.normalized_hash("a photo of 2 red dogs")
+
 # --- bad rows -------------------------------------------------------------------------------------
 
 
@@ -145,6 +180,12 @@ def in_meta(at: int, **values):
     return change
 
 
+def is_done_twice(row):
+    changed("step_action_list", "done", 1)(row)
+    text = row["think_list"][1].replace("[ACTION] edit", "[ACTION] done")
+    changed("think_list", text.replace("[EDIT] Edit 1 of t2i 1.", "[EDIT] None"), 1)(row)
+
+
 def ends_with_an_edit(row):
     changed("step_action_list", "edit", -1)(row)
     changed("think_list", row["think_list"][0].replace("Round#0", "Round#2"), 2)(row)
@@ -167,6 +208,7 @@ BAD = {
     "unknown action": (changed("step_action_list", "undo", 1), {Rule.ACTION, Rule.IMAGE_PRESENCE}),
     "text of another action": (in_text("[ACTION] edit", "[ACTION] done", 1), {Rule.TEXT}),
     "last step an edit": (ends_with_an_edit, {Rule.LAST_NOT_DONE, Rule.IMAGE_PRESENCE}),
+    "done twice": (is_done_twice, {Rule.LAST_NOT_DONE, Rule.ROLE, Rule.IMAGE_PRESENCE}),
     "loss elsewhere": (changed("step_need_loss", True, 0), {Rule.LOSS_FLAG}),
     "payload cut off": (in_meta(1, edit_instruction="Edit 1 of"), {Rule.PAYLOAD}),
     "no payload": (in_meta(1, edit_instruction=""), {Rule.PAYLOAD}),
@@ -234,6 +276,12 @@ def test_an_anchor_of_another_prompt_or_none_at_all_is_named(tmp_path):
     assert [(v.uid, v.rule) for v in found.violations] == [
         ("anchor-0", Rule.ANCHOR),
         ("anchor-9", Rule.ANCHOR),
+    ]
+    editing = [{"uid": "anchor-2", "task": "edit", "user_prompt": "A photo of 2 red dogs"}]
+    rows = [("row 0", editing[0], lambda step: Picture(data=b"x"))]
+    allowed = {"anchor-2": listed["rows"][0] | {"normalized_prompt_sha256": ANCHOR_2}}
+    assert [r[3] for r in data_release.allowed_anchors(rows, allowed)] == [
+        [(Rule.ANCHOR, "task 'edit'")]
     ]
     listed["pass"] = False
     path.write_text(json.dumps(listed))
