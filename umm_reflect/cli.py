@@ -40,6 +40,7 @@ VERBS = {
     "generate": Verb("agent.cli:generate_main", "draw one picture, without looking at it"),
     "edit": Verb("agent.cli:edit_main", "change a picture by one instruction"),
     "demo": Verb("agent.demo:main", "the loop in a browser, on this machine"),
+    "data": Verb("sft.data_cli:main", "trajectories: example, check, stats, show, convert"),
     "sft": Verb("sft.train:main", "train on trajectories"),
     "rl": Verb("rl.train:main", "train on rewards"),
     "eval": Verb("eval.run:main", "generate a test set, judge it, write result files"),

@@ -184,6 +184,16 @@ class Transforms:
             vit_pixels=to_tensor(vit.resize(image)) if "vit" in enters_as else None,
         )
 
+    def sizes(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(height, width) of the latent block's pixels and of the patches' for an upright picture.
+
+        What `segment` makes of such a picture, without its pixels.
+        """
+        vae, vit = self.vae.on_grid(self.latent_stride), self.vit.on_grid(self.vit_patch)
+        if self.resize_twice:
+            height, width = vae.size(height, width)
+        return vae.size(height, width), vit.size(height, width)
+
     def drawn_size(self, image: Image.Image) -> tuple[int, int]:
         """(height, width) of an edit of this picture: its size as the VAE sees it."""
         image = ImageOps.exif_transpose(image)

@@ -73,6 +73,17 @@ class Tokens:
         tokenizer = self.tokenizer if allow_special else self._plain
         return tokenizer.encode(text, add_special_tokens=False).ids
 
+    def encode_with_offsets(
+        self, text: str, allow_special: bool = True
+    ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Ids, and for each the characters (first, one past the last) of the text that it covers.
+
+        The tokens of a character that is cut into several all cover it.
+        """
+        tokenizer = self.tokenizer if allow_special else self._plain
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+        return tuple(encoded.ids), encoded.offsets
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids, special tokens included; ids without a symbol are left out."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
