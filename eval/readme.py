@@ -54,7 +54,7 @@ def evaluation() -> str:
     order = ("shapes553", "compound", "hard")
     columns.sort(key=lambda column: (order.index(column[0]), column[1] != "local"))
     head = [f"{name}, {view}" for name, view, _ in columns]
-    sizes = [f"{r['rows']} prompts, {len(r['seeds'])} seeds" for *_, r in columns]
+    sizes = [f"{r['rows']} prompts, seeds {', '.join(map(str, r['seeds']))}" for *_, r in columns]
     lines = [
         "| | " + " | ".join(head) + " |",
         "|---" * (len(head) + 1) + "|",
