@@ -141,8 +141,9 @@ def test_the_released_transforms_give_the_recorded_tensors(misc, name):
     resized = torch.from_numpy(np.array(tiny.vae.resize(image))).int()
     assert (resized - misc[f"image.{name}_resized"].int()).abs().max() <= 1
     segment = tiny.segment(image)
-    for pixels, kind in ((segment.vae_pixels, "vae"), (segment.vit_pixels, "vit")):
-        assert torch.allclose(pixels, misc[f"image.{name}_{kind}"], atol=2.1 / 255)
+    # another Pillow than the recording one may round a pixel the other way, in each of two resizes
+    for pixels, kind, levels in ((segment.vae_pixels, "vae", 1), (segment.vit_pixels, "vit", 2)):
+        assert torch.allclose(pixels, misc[f"image.{name}_{kind}"], atol=levels * 2.1 / 255)
     recorded = Image.fromarray(misc[f"image.{name}_resized"].numpy())
     assert torch.equal(to_tensor(recorded), misc[f"image.{name}_vae"])
     assert tiny.drawn_size(image) == tuple(misc[f"image.{name}_resized"].shape[:2])

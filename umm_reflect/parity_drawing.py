@@ -359,4 +359,5 @@ def _check_whole_pipeline(
         raise NotCovered(f"there is no case {case} in {source}")
     image = _draw(golden, impl, source, case, raw=True).images[0]
     picture = torch.from_numpy(impl.to_uint8(image))
-    report.compare(file, name, golden.tensors(file)[name], picture, tolerance=1)
+    levels = 1 + golden.pillow_levels  # truncation flips a level; another resize may flip one more
+    report.compare(file, name, golden.tensors(file)[name], picture, tolerance=levels)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import PIL
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -109,6 +110,15 @@ class Golden:
             if name in self._stored.get(file, {}):
                 return self._stored[file][name]
         raise NotCovered(f"a segment names the tensor {reference!r}, which no file holds")
+
+    @property
+    def pillow_levels(self) -> int:
+        """How far a resized picture may be off, in 8-bit levels.
+
+        Pillows round a few pixels differently: one level, unless this one recorded the folder.
+        """
+        recorded_with = self.manifest.get("produced_with", {}).get("pillow")
+        return 0 if recorded_with == PIL.__version__ else 1
 
     def pictures(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """All stored pictures of a kind ("vae", "vit"), e.g. ("image.a_vit", [3, h, w])."""
