@@ -155,6 +155,11 @@ def test_proportions_of_samples_are_exact():
     assert first == {"controller": 4, "transition": 3, "anchor": 1}
 
 
+def test_a_rare_kind_comes_in_the_middle_of_its_stretch():
+    rows = drawn(wide(weights={"controller": 9, "anchor": 1}), LENGTHS, 40)
+    assert [d.number for d in rows if d.kind == "anchor"] == [5, 15, 25, 35]
+
+
 def test_proportions_of_tokens_are_exact():
     weights = {"controller": 2, "transition": 1, "anchor": 1}
     rows = drawn(wide(weights=weights, by="tokens"), LENGTHS, 400)
