@@ -1,7 +1,7 @@
 """How fast and how large a reflection run of the full-size model is, on random weights.
 
-    python -m agent.full_size --folder /tmp/full-size --json full_size.json
-    python -m agent.full_size --folder /tmp/tiny --shape tiny --size 64 --points 3 --device cpu
+    python -m agent.full_size --folder runs/full-size --json full_size.json
+    python -m agent.full_size --folder runs/tiny --shape tiny --size 64 --points 3 --device cpu
 
 Writes a complete checkpoint folder of BAGEL-7B-MoT's shape (29 GB of random bf16 weights; needs no
 download), loads it, runs one `reflect` with forced legal turns under the released profile (prompt

@@ -1,6 +1,6 @@
 """A checkpoint folder of any BAGEL shape with random weights, written tensor by tensor.
 
-    write_random_checkpoint(Path("/tmp/full"), BAGEL_7B_MOT, tokenizer=Path("pretrained/..."),
+    write_random_checkpoint(Path("runs/full"), BAGEL_7B_MOT, tokenizer=Path("pretrained/..."),
                             profile=profile, device=torch.device("cuda"), seed=0)
 
 It is what time and memory are measured on where the real weights are not (`agent/full_size.py`).

@@ -1,7 +1,7 @@
 """Train the autoencoder of the nano model on pictures of the shapes world.
 
     python -m sft.vae --output-dir runs/vae --seconds 45                 # one GPU; 43 dB is good
-    python -m sft.vae --output-dir /tmp/vae --max-steps 20 --images 64 --batch-size 4 --size 32
+    python -m sft.vae --output-dir runs/vae-try --max-steps 20 --images 64 --batch-size 4 --size 32
 
 Loss: L1 + 4 MSE + 3e-4 KL, all means, pixels in [-1, 1]. After training one shift and one scale,
 over all latents of the training pictures, are put into the config, so that scaled latents have mean

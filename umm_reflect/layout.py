@@ -26,6 +26,7 @@ import numpy as np
 
 from umm_reflect.config import BagelConfig
 from umm_reflect.context import ImageSegment, TextSegment
+from umm_reflect.images import grid_positions
 
 Kind = Literal["text", "vae", "vit"]
 Mode = Literal["causal", "full", "noise"]
@@ -185,5 +186,4 @@ def row_tokens(blocks: Sequence[Block]) -> RowTokens:
 
 def grid_ids(grid: tuple[int, int], side: int) -> np.ndarray:
     """Position-table rows of a grid, row * side + column: [rows * cols]."""
-    rows, cols = grid
-    return (np.arange(rows)[:, None] * side + np.arange(cols)[None, :]).reshape(-1)
+    return grid_positions(*grid, side).numpy()
