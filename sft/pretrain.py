@@ -157,7 +157,7 @@ def nano_profile() -> ReflectionProfile:
     )
     return ReflectionProfile(
         layout="rl",
-        edit_view="local",
+        edit_view="full",
         system_prompt=SYSTEM_PROMPT,
         transforms=mended_transforms(vae=(SIZE, SIZE, 16), vit=(VIT_SIZE, VIT_SIZE, 14)),
         size=(SIZE, SIZE),
