@@ -20,14 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from tokenizers import trainers as bpe_trainers
 
 from sft.shapes import make_trajectory, turns
 from umm_reflect.files import write_aside
 from umm_reflect.shapes.prompts import FAMILIES, VOCABULARY, phrase
 from umm_reflect.shapes.sampler import sample_row
-from umm_reflect.tokens import QWEN2_SPLIT
+from umm_reflect.tokens import QWEN2_SPLIT, qwen2_pipeline
 
 VOCAB_SIZE = 1000  # bytes and merges; the added tokens follow
 MODEL_MAX_LENGTH = 4096
@@ -84,15 +84,7 @@ painting style background foreground realistic detailed beautiful
 
 def train(seed: int = 0, trajectories: int = 2000) -> Tokenizer:
     """The tokenizer, trained on `trajectories` draws of each task and as many prompts (5 s)."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = qwen2_pipeline(models.BPE())
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = bpe_trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,

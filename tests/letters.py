@@ -3,7 +3,7 @@
 from tokenizers import Tokenizer, decoders, models
 from tokenizers import pre_tokenizers as splits
 
-from tests.tiny import SPECIAL_TOKENS
+from tests.tiny import ADDED_TOKENS
 from umm_reflect.tokens import Tokens
 
 
@@ -12,7 +12,7 @@ def letters() -> Tokens:
     tokenizer = Tokenizer(models.BPE({symbol: k for k, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = splits.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.add_special_tokens(list(ADDED_TOKENS))
     return Tokens(tokenizer)
 
 

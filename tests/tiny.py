@@ -15,15 +15,16 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, models
 from tokenizers import pre_tokenizers as splits
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 
+from sft.tokenizer import PLAIN_TOKENS, SPECIAL_TOKENS
 from umm_reflect.autoencoder import AutoEncoder
 from umm_reflect.config import BagelConfig, LLMConfig, VAEConfig, ViTConfig
 from umm_reflect.model import Bagel
-from umm_reflect.tokens import QWEN2_SPLIT
+from umm_reflect.tokens import qwen2_pipeline
 
 TINY = BagelConfig(
     llm=LLMConfig(
@@ -63,32 +64,7 @@ TINY = BagelConfig(
     latent_grid_side=8,
 )
 
-# Qwen2.5's, in its order; the last eight are ordinary added tokens there too.
-SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<tool_call>",
-    "</tool_call>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
-)
-NOT_SPECIAL = SPECIAL_TOKENS[14:]
+ADDED_TOKENS = (*SPECIAL_TOKENS, *PLAIN_TOKENS)
 
 CORPUS = (
     "two red circles and a blue square left of a green triangle",
@@ -137,15 +113,7 @@ def _random(name: str, like: Tensor, generator: torch.Generator) -> Tensor:
 
 def train_tokenizer() -> Tokenizer:
     """A byte-level BPE of 400 entries with Qwen2.5's split, and its 22 special tokens after."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = splits.Sequence(
-        [
-            splits.Split(Regex(QWEN2_SPLIT), "isolated"),
-            splits.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = qwen2_pipeline(models.BPE())
     trainer = BpeTrainer(
         vocab_size=400, initial_alphabet=splits.ByteLevel.alphabet(), show_progress=False
     )
@@ -156,8 +124,8 @@ def train_tokenizer() -> Tokenizer:
 
 def _added_tokens() -> list[AddedToken]:
     return [
-        AddedToken(token, normalized=False, special=token not in NOT_SPECIAL)
-        for token in SPECIAL_TOKENS
+        AddedToken(token, normalized=False, special=token in SPECIAL_TOKENS)
+        for token in ADDED_TOKENS
     ]
 
 
@@ -171,9 +139,9 @@ def _write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
             "normalized": False,
             "rstrip": False,
             "single_word": False,
-            "special": token not in NOT_SPECIAL,
+            "special": token in SPECIAL_TOKENS,
         }
-        for token in SPECIAL_TOKENS
+        for token in ADDED_TOKENS
     }
     config = {
         "add_bos_token": False,

@@ -123,6 +123,20 @@ class Tokens:
         return token
 
 
+def qwen2_pipeline(model: models.BPE) -> Tokenizer:
+    """A BPE with what Qwen2 puts around it: NFC, its split, bytes in and bytes out."""
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def _byte_level_bpe(folder: Path) -> Tokenizer:
     """The Qwen2 tokenizer from vocab.json and merges.txt: NFC, Qwen2 split, byte-level BPE."""
     paths = [folder / name for name in ("vocab.json", "merges.txt", "tokenizer_config.json")]
@@ -134,20 +148,12 @@ def _byte_level_bpe(folder: Path) -> Tokenizer:
         )
     vocab, merges, config = paths
     try:
-        tokenizer = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
+        tokenizer = qwen2_pipeline(models.BPE.from_file(str(vocab), str(merges)))
         added = json.loads(config.read_text(encoding="utf-8")).get("added_tokens_decoder", {})
     except Exception as error:  # tokenizers raises bare Exception for a damaged file
         raise CheckpointError(
             f"the tokenizer files in {folder} cannot be read ({error})", "Fetch them again."
         ) from error
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
     for number in sorted(added, key=int):
         entry = added[number]
         flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
