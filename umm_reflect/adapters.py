@@ -140,7 +140,7 @@ def save_adapter(bagel: Bagel, folder: str | Path, base_id: str) -> Path:
     """
     from safetensors.torch import save
 
-    config = _config_of(bagel)
+    config = adapter_config(bagel)
     folder = Path(folder)
     state = {
         PEFT_PREFIX + name.replace(f".{ADAPTER}", ""): parameter.detach().cpu().contiguous()
@@ -177,7 +177,7 @@ def merge_adapter(bagel: Bagel) -> Bagel:
 
     Raises ValueError when the model has no adapter.
     """
-    _config_of(bagel)
+    adapter_config(bagel)
     for _, layer in adapter_layers(bagel):
         base = layer.get_base_layer()
         dtype = base.weight.dtype
@@ -243,7 +243,8 @@ def _inject(bagel: Bagel, config: LoraConfig, *, root: str, dtype: torch.dtype) 
     bagel.train(bagel.training)  # dropout of the new modules follows the model
 
 
-def _config_of(bagel: Bagel) -> LoraConfig:
+def adapter_config(bagel: Bagel) -> LoraConfig:
+    """The config of the attached adapter. Raises ValueError when there is none."""
     for root in ROOTS:
         configs = getattr(bagel.get_submodule(root.removesuffix(".")), "peft_config", None)
         if configs:
