@@ -45,7 +45,7 @@ class Processes:
     world: int = 1
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    _flags: dist.ProcessGroup | None = None  # gloo, on the CPU
+    group: dist.ProcessGroup | None = None  # gloo, on the CPU; None for one process
     _watch: _Watch | None = None
 
     @property
@@ -56,7 +56,7 @@ class Processes:
         """The sum over all processes, as a copy; every process calls it with the same shape."""
         out = tensor.detach().clone()
         if self.world > 1:
-            dist.all_reduce(out, group=self._flags if out.device.type == "cpu" else None)
+            dist.all_reduce(out, group=self.group if out.device.type == "cpu" else None)
         return out
 
     def any(self, flag: bool, why: str = "") -> list[tuple[int, str]]:
@@ -65,11 +65,11 @@ class Processes:
         if self.world == 1:
             return [(0, why)] if flag else []
         raised = torch.tensor([int(flag)], dtype=torch.int32)
-        dist.all_reduce(raised, group=self._flags)
+        dist.all_reduce(raised, group=self.group)
         if not raised.item():
             return []
         said: list = [None] * self.world
-        dist.all_gather_object(said, (flag, why), group=self._flags)
+        dist.all_gather_object(said, (flag, why), group=self.group)
         return [(rank, text) for rank, (up, text) in enumerate(said) if up]
 
     def barrier(self) -> None:

@@ -1,0 +1,207 @@
+"""The state of a run on disk, whole or absent, for any number of processes.
+
+    save_resume(folder, learner, step, {"samples": 4096}, keep=2)   # every process calls it
+    if (path := latest(folder)) is not None:
+        step, extra = load_resume(folder, learner)        # the newest; or name one state
+
+A state is a folder `step-0000350` with torch's distributed checkpoint (each process writes and
+reads its shards; another number of processes or another strategy reads it too) and `about.json`.
+It is written under another name and renamed, so that a killed process leaves the states before it.
+Masters, moments, averages, counters and the random generators of each process are in it; frozen
+weights are not. Several machines need a folder that all of them see.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from umm_reflect.errors import CheckpointError, UserError
+from umm_reflect.files import write_aside
+from umm_reflect.training.learner import Learner
+from umm_reflect.training.processes import Processes
+from umm_reflect.training.state import random_states, set_random_states
+
+ABOUT = "about.json"
+NAME = re.compile(r"step-(\d{7,})")
+WRITING, REMOVING = ".writing-", ".removing-"
+RANDOM = "random"
+
+
+def save_resume(
+    folder: str | Path, learner: Learner, step: int, extra: dict[str, Any], keep: int = 2
+) -> Path:
+    """Write the state after `step` updates into `folder` and remove all but the newest `keep`.
+
+    extra: what else a run needs, as JSON. Every process calls it. Errors: UserError on all
+    processes when one cannot write; nothing half-written stays then.
+    """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}; give 1 or more")
+    folder, processes = Path(folder), learner.processes
+    path = folder / f"step-{step:07d}"
+    aside = folder / f"{WRITING}{path.name}"
+
+    def begin() -> None:
+        _remove_leftovers(folder)
+        aside.mkdir(parents=True)
+
+    def finish() -> None:
+        about = {"step": step, "processes": processes.world, "strategy": learner.strategy}
+        write_aside(aside / ABOUT, json.dumps({**about, "extra": extra}, indent=2) + "\n")
+        if path.exists():
+            _remove(path)
+        os.rename(aside, path)
+        for old in states(folder)[:-keep]:
+            _remove(old)
+
+    _on_main(processes, begin, folder)
+    unseen = processes.any(not aside.is_dir(), "does not see it")
+    if unseen:
+        raise UserError(
+            f"{aside} is not seen by rank {unseen[0][0]}", "Give a folder that all machines share"
+        )
+    try:
+        _write(aside, learner)
+    except dcp.CheckpointException as error:
+        _on_main(processes, lambda: _remove_leftovers(folder), folder)
+        rank, cause = next(iter(error.failures.items()))
+        raise UserError(
+            f"the state cannot be written to {folder} (rank {rank}: {cause[0]})",
+            "Free some space, or write elsewhere",
+        ) from error
+    _on_main(processes, finish, folder)
+    return path
+
+
+def _write(aside: Path, learner: Learner) -> None:
+    processes = learner.processes
+    state = learner.state_dict()
+    for kind, tensor in random_states().items():
+        state[f"{RANDOM}/{processes.rank}/{kind}"] = tensor
+    writer = dcp.FileSystemWriter(aside)
+    dcp.save(state, storage_writer=writer, **_group(processes))
+
+
+def _group(processes: Processes) -> dict[str, Any]:
+    return {"no_dist": True} if processes.world == 1 else {"process_group": processes.group}
+
+
+def _on_main(processes: Processes, action: Callable[[], None], folder: Path) -> None:
+    """Rank 0 acts; its failure is everybody's."""
+    why = ""
+    if processes.main:
+        try:
+            action()
+        except OSError as error:
+            why = str(error)
+    if failed := processes.any(bool(why), why):
+        raise UserError(
+            f"the state cannot be written to {folder} ({failed[0][1]})",
+            "Free some space, or write elsewhere",
+        )
+
+
+def states(folder: str | Path) -> list[Path]:
+    """The whole states in a folder, the newest last."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
+    whole = [path for path in found if (path / ABOUT).is_file()]
+    return sorted(whole, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest whole state, None where there is none."""
+    found = states(folder)
+    return found[-1] if found else None
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first, so that nobody reads half of it."""
+    gone = path.with_name(REMOVING + path.name)
+    if gone.exists():
+        shutil.rmtree(gone)
+    os.rename(path, gone)
+    shutil.rmtree(gone)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What a killed process left."""
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.name.startswith((WRITING, REMOVING)):
+                shutil.rmtree(path)
+
+
+def load_resume(folder: str | Path, learner: Learner) -> tuple[int, dict[str, Any]]:
+    """(step, extra) of the newest state in a folder, or of the state that is named; the learner
+    takes it over. Every process calls it.
+
+    Errors: UserError where there is none; CheckpointError when it is damaged or belongs to another
+    model, adapter, optimizer or choice of trained weights.
+    """
+    folder = Path(folder)
+    path = folder if NAME.fullmatch(folder.name) else latest(folder)
+    if path is None or not (path / ABOUT).is_file():
+        raise UserError(f"{folder} holds no state of a run", "There is nothing to resume")
+    processes = learner.processes
+    state = learner.state_dict()
+    try:
+        about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
+        step, extra = int(about["step"]), dict(about["extra"])
+        reader = dcp.FileSystemReader(path)
+        saved = {
+            name: tuple(meta.size)
+            for name, meta in reader.read_metadata().state_dict_metadata.items()
+        }
+        random = _random_to_load(saved, processes)
+        _check(path, state, {n: s for n, s in saved.items() if not n.startswith(f"{RANDOM}/")})
+        dcp.load({**state, **random}, storage_reader=reader, **_group(processes))
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, EOFError, dcp.CheckpointException) as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"the state {path} cannot be read ({text})", "Remove that folder to take the one before"
+        ) from error
+    learner.load_state_dict(state)
+    if random:
+        set_random_states({name.rsplit("/", 1)[1]: tensor for name, tensor in random.items()})
+    return step, extra
+
+
+def _random_to_load(saved: dict[str, tuple], processes: Processes) -> dict[str, Tensor]:
+    """Room for the generators of this process, if it had the same number of neighbours."""
+    ranks = {name.split("/")[1] for name in saved if name.startswith(f"{RANDOM}/")}
+    if len(ranks) != processes.world:
+        return {}
+    own = {f"{RANDOM}/{processes.rank}/{kind}": t for kind, t in random_states().items()}
+    return {name: tensor for name, tensor in own.items() if saved.get(name) == tuple(tensor.shape)}
+
+
+def _check(path: Path, state: dict[str, Tensor], saved: dict[str, tuple]) -> None:
+    remedy = "Resume with the settings of that run, or begin in another folder"
+    if odd := sorted(saved.keys() ^ state.keys()):
+        side = "has" if odd[0] in saved else "lacks"
+        raise CheckpointError(
+            f"the state {path} is of another training: it {side} {odd[0]}"
+            + (f" and {len(odd) - 1} names more differ" if len(odd) > 1 else ""),
+            remedy,
+        )
+    for name, tensor in state.items():
+        if tuple(tensor.shape) != saved[name]:
+            raise CheckpointError(
+                f"the state {path} has {name} as {list(saved[name])}, "
+                f"expected {list(tensor.shape)}",
+                remedy,
+            )
