@@ -18,35 +18,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from umm_reflect.config import BagelConfig
 from umm_reflect.model import Bagel, compile_operations
 from umm_reflect.packing import PackedBatch, TrainingOutput, training_forward
-from umm_reflect.training.masters import Masters, OptimizerSettings, StepReport
+from umm_reflect.training.masters import OptimizerSettings, StepReport
 from umm_reflect.training.processes import Processes
+from umm_reflect.training.sharding import Replicated, Sharded, Whole
 
-__all__ = ["Learner", "OptimizerSettings", "StepReport", "Strategy", "TrainStep"]
+__all__ = ["Learner", "OptimizerSettings", "StepReport", "Strategy", "empty_batch"]
 
 Strategy = Literal["auto", "none", "ddp", "fsdp2", "deepspeed"]
 
 
 class TrainStep(nn.Module):
-    """One forward over a packed batch, as the module that wrappers wrap. Returns the fields of
-    `TrainingOutput` as a tuple, which wrappers can look into."""
+    """One forward over a packed batch, as the module that wrappers wrap: a tuple of what losses
+    read (`TrainingOutput` without the hidden states), in which wrappers find the tensors."""
 
     def __init__(self, bagel: Bagel, recompute: bool):
         super().__init__()
         self.bagel = bagel
         self.recompute = recompute
 
-    def forward(self, batch: PackedBatch, times_I: Tensor, noise_BGC: Tensor) -> tuple:
+    def forward(
+        self, batch: PackedBatch, times_I: Tensor, noise_BGC: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         recompute = self.recompute and torch.is_grad_enabled()
         out = training_forward(self.bagel, batch, times_I, noise_BGC, recompute=recompute)
-        return tuple(getattr(out, f.name) for f in fields(out))
+        # no view: wrappers hang hooks on what comes out
+        return out.ce_S, out.right_S, out.velocity_BGC.clone()
 
 
 class Learner:
@@ -83,72 +88,38 @@ class Learner:
             raise ValueError("no parameter requires a gradient: there is nothing to train")
         if compile:
             compile_operations()
-        self.dtype = bagel.dtype
         bagel.train()
-        self.module: nn.Module = TrainStep(bagel, recompute)
-        self._build_whole(legacy_bf16)
-
-    # --- none -------------------------------------------------------------------------------------
-
-    def _build_whole(self, legacy_bf16: bool) -> None:
-        """Every process holds whole tensors: masters beside working copies in the compute dtype."""
-        parameters = self._trained()
-        masters = []
-        for p in parameters:
-            masters.append(p.detach() if legacy_bf16 else p.detach().float())
-            p.data = p.data.to(self.dtype)
-        self._grads: list[Tensor] | None = None
-        self.masters = Masters(
-            self.trainable,
-            [p.detach() for p in parameters],
-            [p.shape for p in parameters],
-            self.settings,
-            masters=masters,
+        self._step = TrainStep(bagel, recompute)
+        layout = _layout(strategy)
+        self._layout = layout(
+            self._step, self.trainable, optimizer, processes, bagel.dtype, legacy_bf16
         )
 
-    def _trained(self) -> list[nn.Parameter]:
-        named = dict(self.bagel.named_parameters())
-        return [named[name] for name in self.trainable]
+    @property
+    def module(self) -> nn.Module:
+        """What the strategy has wrapped around the forward."""
+        return self._layout.module
 
     # --- one update -------------------------------------------------------------------------------
 
     def forward(self, batch: PackedBatch, times_I: Tensor, noise_BGC: Tensor) -> TrainingOutput:
-        """One forward over a packed batch on the device. Every process makes as many."""
-        return TrainingOutput(*self.module(batch, times_I, noise_BGC))
+        """One forward over a packed batch on the device. Several processes make the same number of
+        them; one that has no data left takes `empty_batch`. The hidden states are not kept."""
+        gen = batch.cell_BG.shape[1]
+        if self.strategy != "none":
+            batch, times_I, noise_BGC = with_all_parts(batch, times_I, noise_BGC, self.bagel.config)
+        ce_S, right_S, velocity_BGC = self.module(batch, times_I, noise_BGC)
+        return TrainingOutput(ce_S, right_S, velocity_BGC[:, :gen], (), ())
 
     def backward(self, total_loss: Tensor, last: bool) -> None:
-        """Add the gradient of a loss to this update's. last: of its batches, so that sums over the
-        processes are taken now."""
-        if total_loss.requires_grad:  # a batch may touch nothing that is trained
-            total_loss.backward()
-        self._gather_grads()
-
-    @torch.no_grad()
-    def _gather_grads(self) -> None:
-        """This batch's gradients into the fp32 sums; where parameters are their own masters, torch
-        has added them up."""
-        mine = self.masters
-        if all(m.dtype == p.dtype for m, p in zip(mine.masters, mine.parameters, strict=True)):
-            return
-        if self._grads is None:
-            self._grads = [torch.zeros_like(master) for master in mine.masters]
-        for total, p in zip(self._grads, self._trained(), strict=True):
-            if p.grad is not None:
-                total.add_(p.grad)
-                p.grad = None
+        """Add the gradient of a loss to this update's. last: of its batches, so that what goes over
+        the wire once an update goes now."""
+        self._layout.backward(total_loss, last)
 
     def step(self, lr_factor: float) -> StepReport:
         """One update with all learning rates times lr_factor. A gradient norm that is not finite
         changes nothing, on any process."""
-        parameters = self._trained()
-        grads = self._grads
-        if grads is None:
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        report = self.masters.step(grads, lr_factor)
-        for p in parameters:
-            p.grad = None
-        self._grads = None
-        return report
+        return self._layout.step(lr_factor)
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -157,66 +128,61 @@ class Learner:
     ) -> Iterator[tuple[str, Tensor]]:
         """(name in the model, whole tensor on the CPU) one by one, on rank 0; the others, which
         must call it too, get none. Trained ones come from their masters, rounded once."""
-        return self._stream(self.masters.masters, dtype, trained_only)
+        return self._stream(False, dtype, trained_only)
 
     def ema_weights(
         self, *, dtype: torch.dtype = torch.bfloat16, trained_only: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         """As `weights`, the moving averages in place of the masters."""
-        if self.masters.average is None:
-            raise ValueError("there is no moving average: set ema_decay")
-        return self._stream(self.masters.average, dtype, trained_only)
+        return self._stream(True, dtype, trained_only)
 
     @torch.no_grad()
     def _stream(
-        self, trained: list[Tensor], dtype: torch.dtype, trained_only: bool
+        self, averaged: bool, dtype: torch.dtype, trained_only: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        mine = dict(zip(self.trainable, trained, strict=True))
+        layout = self._layout
+        mine = dict(zip(self.trainable, layout.masters.values(averaged), strict=True))
+        entry = {name: i for i, name in enumerate(self.trainable)}
         for name, tensor in self.bagel.state_dict().items():
-            if trained_only and name not in mine:
+            if name in mine:
+                whole = layout.whole(entry[name], mine[name])
+            elif trained_only:
                 continue
-            whole = mine.get(name, tensor)
+            else:
+                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             if self.processes.main:
                 yield name, whole.detach().to("cpu", dtype).contiguous()
 
     @contextmanager
     def inference(self, averaged: bool = False) -> Iterator[Bagel]:
-        """The model in eval mode, whole, for drawing and speaking while the block runs; averaged:
-        with the moving averages. Every process enters and leaves; nothing inside needs others."""
-        if averaged and self.masters.average is None:
-            raise ValueError("there is no moving average: set ema_decay")
+        """The model in eval mode, whole on every process, for drawing and speaking while the block
+        runs; averaged: with the moving averages. Every process enters and leaves; inside, nobody
+        waits for the others."""
+        masters = self._layout.masters
         self.bagel.eval()
+        kept = masters.swap_in_averages() if averaged else None
         try:
-            if averaged:
-                kept = self._swap_in_averages()
-            yield self.bagel
+            with self._layout.gathered():
+                yield self.bagel
         finally:
-            if averaged:
-                self._swap_back(kept)
+            if kept is not None:
+                masters.swap_back(kept)
             self.bagel.train()
-
-    @torch.no_grad()
-    def _swap_in_averages(self) -> list[Tensor]:
-        kept = [p.clone() for p in self.masters.parameters]
-        self.masters.publish(self.masters.average)
-        return kept
-
-    @torch.no_grad()
-    def _swap_back(self, kept: list[Tensor]) -> None:
-        torch._foreach_copy_(self.masters.parameters, kept)
 
     # --- resume -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Masters, moments, averages and the step counter by name: live tensors, whose names and
-        whole shapes do not depend on the number of processes."""
-        state = {name: tensor for name, (_, tensor) in self.masters.tensors().items()}
-        return {"step_count": self.masters.step_count, **state}
+        """Masters, moments, averages and the step counter by name: live tensors (DTensors where
+        sharded), whose names and whole shapes do not depend on the number of processes."""
+        masters = self._layout.masters
+        state = {name: self._layout.saved(i, t) for name, (i, t) in masters.tensors().items()}
+        return {"step_count": masters.step_count, **state}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over a state of the same names; the live tensors themselves may be given back after
-        they were filled. Errors: ValueError when names or shapes differ."""
+        """Take over a state of the same names. `state_dict()` may be filled in place (as torch's
+        distributed checkpoint does) and given back. Errors: ValueError when names or shapes differ.
+        """
         own = self.state_dict()
         if odd := sorted(own.keys() ^ state.keys()):
             raise ValueError(
@@ -227,6 +193,73 @@ class Learner:
                 raise ValueError(
                     f"the saved {name} is {list(state[name].shape)}, expected {list(tensor.shape)}"
                 )
-            if tensor is not state[name]:
-                tensor.copy_(state[name])
-        self.masters.loaded()
+            tensor.copy_(state[name])
+        self._layout.masters.loaded()
+
+
+def _layout(strategy: Strategy) -> type[Whole]:
+    if strategy == "deepspeed":
+        from umm_reflect.training.zero import DeepSpeed
+
+        return DeepSpeed
+    return {"none": Whole, "ddp": Replicated, "fsdp2": Sharded}[strategy]
+
+
+# --- batches that lack a part ---------------------------------------------------------------------
+
+
+def empty_batch(config: BagelConfig) -> PackedBatch:
+    """One row of one padding token, on the CPU: for a process that has nothing left to learn from.
+    It adds nothing to any loss."""
+    patch = 3 * config.vit.patch_size**2
+    none = torch.zeros(0, dtype=torch.long)
+    ones = torch.zeros(1, 1, dtype=torch.long)
+    gen = torch.zeros(1, 0, dtype=torch.long)
+    return PackedBatch(
+        ids_BU=ones,
+        position_BL=ones,
+        order_BL=ones,
+        block_BL=ones - 1,
+        sample_BL=ones - 1,
+        full_BL=ones.bool(),
+        noise_BL=ones.bool(),
+        score_S=none,
+        label_S=none,
+        weight_S=torch.zeros(0),
+        patch_V=none,
+        patch_cell_V=none,
+        patches_VP=torch.zeros(0, patch),
+        patch_lengths=[],
+        latent_BGC=torch.zeros(1, 0, config.latent_dim),
+        cell_BG=gen,
+        noised_BG=gen.bool(),
+        image_BG=gen,
+        num_images=0,
+    )
+
+
+def with_all_parts(
+    batch: PackedBatch, times_I: Tensor, noise_BGC: Tensor, config: BagelConfig
+) -> tuple[PackedBatch, Tensor, Tensor]:
+    """The batch with a padding latent token in each row where it has no latents, and a black patch
+    that enters nowhere where it has none: every process then runs the same modules and gets
+    gradients (zeros) for the same weights, as the collectives of DDP and FSDP2 need it."""
+    rows, width = batch.ids_BU.shape
+    device = batch.ids_BU.device
+    changes: dict[str, object] = {}
+    if not batch.patch_lengths:
+        changes["patch_V"] = torch.tensor([rows * width], device=device)
+        changes["patch_cell_V"] = torch.zeros(1, dtype=torch.long, device=device)
+        changes["patches_VP"] = torch.zeros(1, 3 * config.vit.patch_size**2, device=device)
+        changes["patch_lengths"] = [1]
+    if not batch.cell_BG.shape[1]:
+        padding = {"position": 0, "order": 0, "block": -1, "sample": -1, "full": 0, "noise": 0}
+        for name, value in padding.items():
+            have = getattr(batch, f"{name}_BL")
+            changes[f"{name}_BL"] = torch.cat([have, have.new_full((rows, 1), value)], 1)
+        for name in ("cell_BG", "noised_BG", "image_BG"):
+            changes[name] = getattr(batch, name).new_zeros(rows, 1)
+        changes["latent_BGC"] = batch.latent_BGC.new_zeros(rows, 1, config.latent_dim)
+        noise_BGC = noise_BGC.new_zeros(rows, 1, config.latent_dim)
+        times_I = times_I if times_I.numel() else times_I.new_zeros(1)
+    return (replace(batch, **changes) if changes else batch), times_I, noise_BGC

@@ -238,6 +238,26 @@ class Masters:
         if pairs:
             torch._foreach_copy_([p for p, _ in pairs], [v for _, v in pairs])
 
+    def values(self, averaged: bool = False) -> list[Tensor]:
+        """The masters, or their moving averages. Errors: ValueError where there are none."""
+        if not averaged:
+            return self.masters
+        if self.average is None:
+            raise ValueError("there is no moving average: set ema_decay")
+        return self.average
+
+    @torch.no_grad()
+    def swap_in_averages(self) -> list[Tensor]:
+        """The averages into the working parameters; returns what was there, for `swap_back`."""
+        averages = self.values(averaged=True)
+        kept = [p.clone() for p in self.parameters]
+        self.publish(averages)
+        return kept
+
+    @torch.no_grad()
+    def swap_back(self, kept: Sequence[Tensor]) -> None:
+        torch._foreach_copy_(self.parameters, list(kept))
+
     # --- state ------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, tuple[int, Tensor]]:
