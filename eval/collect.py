@@ -1,10 +1,12 @@
-"""A model's own first images with what a judge reads in them: what it learns to look at next.
+"""A model's own images with what a judge reads in them: what it learns to look at next.
 
-    python -m eval.collect --model DIR --count 20000 --output-dir out/own
+    python -m eval.collect --model DIR --count 20000 --output-dir out/own             # first images
+    python -m eval.collect --model DIR --count 8000 --rounds 2 --output-dir out/own   # and edits
 
-Prompts are training prompts. Writes images.npy ([count, H, W, 3] uint8) and records.jsonl, one
-line an image: the prompt row, the words, the objects that the verifier read, and its verdict.
-`sft.shapes_data` turns them into looks.
+Prompts are training prompts. Writes images.npy ([all images, H, W, 3] uint8) and records.jsonl, one
+line a trajectory: the prompt row, the words, the places of its images in the file, what was said
+between them, and for each image the objects that the verifier read and its verdict.
+`sft.shapes_own` turns them into looks.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import random
 import sys
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,26 +24,31 @@ import numpy as np
 from umm_reflect.files import write_aside
 from umm_reflect.shapes.prompts import phrase
 from umm_reflect.shapes.sampler import sample_row
+from umm_reflect.training.metrics import progress
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from agent.types import Trajectory
     from umm_reflect.model import Bagel
     from umm_reflect.profile import ReflectionProfile
 
 
 @dataclass(frozen=True)
 class Config:
-    """Draw first images for training prompts and write down what the verifier reads in them."""
+    """Draw images for training prompts and write down what the verifier reads in them."""
 
     output_dir: Path
     """Folder for images.npy and records.jsonl."""
     model: str = "pretrained/bagel-nano-shapes"
     """A folder, a hub id or id@revision."""
     count: int = 20_000
-    """How many images."""
+    """How many prompts."""
+    rounds: int = 0
+    """Edits at most; 0: first images alone, without a look at them."""
     text_scales: tuple[float, ...] = (1.0, 2.0)
-    """Guidance toward the text, in turn, a batch each: weaker guidance makes more mistakes."""
+    """Guidance of first images toward the text, in turn, a batch each: weaker guidance makes more
+    mistakes."""
     hard: float = 0.15
     """Share of prompts of the harder split."""
     batch_size: int = 512
@@ -52,6 +60,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.count < 1 or self.batch_size < 1 or not self.text_scales:
             raise ValueError("count and batch-size must be at least 1, and text-scales not empty")
+        if self.rounds < 0:
+            raise ValueError(f"rounds is {self.rounds}; give 0 or more")
 
 
 def collect(config: Config) -> Path:
@@ -67,41 +77,76 @@ def collect(config: Config) -> Path:
     rows = [sample_row(rng, hard=rng.random() < config.hard) for _ in range(config.count)]
     prompts = [phrase(row, rng) for row in rows]
     config.output_dir.mkdir(parents=True, exist_ok=True)
-    lines, pictures, right = [], [], 0
-    with Judge(config.workers) as judge:
+    lines: list[str] = []
+    pictures: list[np.ndarray] = []
+    right = 0
+    with Judge(config.workers) as judge, progress(config.count, "collecting") as bar:
         for number, start in enumerate(range(0, config.count, config.batch_size)):
             some = range(start, min(start + config.batch_size, config.count))
             scale = config.text_scales[number % len(config.text_scales)]
-            images = draw_first(
-                bagel, settings, [prompts[i] for i in some], scale, config.seed, start
-            )
-            verdicts = judge(images, [rows[i] for i in some])
-            for i, image, verdict in zip(some, images, verdicts, strict=True):
-                pictures.append(np.asarray(image))
-                right += verdict.correct
+            runs = run(bagel, settings, [prompts[i] for i in some], scale, config, start)
+            images = [image for trajectory in runs for image in drawn_images(trajectory)]
+            owners = [i for i, run in zip(some, runs, strict=True) for _ in drawn_images(run)]
+            verdicts = iter(judge(images, [rows[i] for i in owners]))
+            for i, trajectory in zip(some, runs, strict=True):
+                count = len(drawn_images(trajectory))
+                judged = list(islice(verdicts, count))
+                right += judged[0].correct
                 record = {"row": rows[i], "prompt": prompts[i], "text_scale": scale}
-                lines.append(json.dumps(record | {"verdict": verdict.to_record()}))
+                record["images"] = list(range(len(pictures), len(pictures) + count))
+                record["turns"] = spoken(trajectory)
+                record["verdicts"] = [verdict.to_record() for verdict in judged]
+                lines.append(json.dumps(record))
+                pictures += [np.asarray(image) for image in drawn_images(trajectory)]
+            bar.advance(len(some))
     np.save(config.output_dir / "images.npy", np.stack(pictures))
     write_aside(config.output_dir / "records.jsonl", "\n".join(lines) + "\n")
-    print(f"{len(lines)} images, {right / len(lines):.3f} right: {config.output_dir}")
+    print(
+        f"{len(pictures)} images of {len(lines)} prompts, {right / len(lines):.3f} of the first "
+        f"ones right: {config.output_dir}"
+    )
     return config.output_dir
 
 
-def draw_first(
+def run(
     bagel: Bagel,
     profile: ReflectionProfile,
     prompts: list[str],
     scale: float,
-    seed: int,
+    config: Config,
     start: int,
-) -> list[Image]:
-    """First images as the loop draws them, under guidance `scale`, one noise stream an image."""
+) -> list[Trajectory]:
+    """The loop under guidance `scale` of first images, one noise stream an image."""
     from agent.direct import draw_once
+    from agent.loop import run_episodes
     from agent.policy import BagelPolicy
+    from agent.types import OURS
 
     policy = BagelPolicy(bagel, replace(profile, first=replace(profile.first, text_scale=scale)))
     names = [f"collect:{start + i}" for i in range(len(prompts))]
-    return [drawn.final for drawn in draw_once(policy, prompts, seed=seed, samples=names)]
+    if not config.rounds:
+        return draw_once(policy, prompts, seed=config.seed, samples=names)
+    return run_episodes(
+        policy,
+        prompts,
+        max_rounds=config.rounds,
+        max_tokens=profile.say.max_tokens,
+        options=replace(OURS, final_look=False),
+        seed=config.seed,
+        samples=names,
+    )
+
+
+def drawn_images(trajectory: Trajectory) -> list[Image]:
+    """The first image and the edited ones."""
+    edited = [step.transition.image for step in trajectory.steps if step.transition is not None]
+    return [trajectory.first.image, *edited]
+
+
+def spoken(trajectory: Trajectory) -> list[dict[str, str]]:
+    """What was said before each edited image."""
+    turns = [step.turn for step in trajectory.steps if step.transition is not None]
+    return [{"said": turn.said, "edit": turn.reflection.edit} for turn in turns]
 
 
 def main(argv: list[str]) -> int:

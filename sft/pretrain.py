@@ -63,16 +63,18 @@ METRICS = ("draw_flow", "edit_flow", "ce", "token_accuracy", "decision_accuracy"
 class Config:
     """init: checkpoint folder to start from. seconds, max_steps: whichever comes first.
 
-    draw_rows, look_rows: rows of each kind in a step. *_weight: of the losses (the first picture's
-    has weight 1). draw_shards and look_shards of 4,000 pictures and 1,000 trajectories are drawn;
-    the last look shard is held out.
+    draw_rows, look_rows: rows of each kind in a step; own_rows, kept_rows: further ones made of the
+    images in the folders `collected` (of eval.collect): looks, and right ones to draw again.
+    *_weight: of the losses (the first picture's has weight 1). draw_shards and look_shards of 4,000
+    pictures and 1,000 trajectories are drawn, of seeds from first_shard on; the last look shard is
+    held out.
     """
 
     output_dir: str
     tokenizer: str
     vae: str
     data: str = "outputs/nano/data"
-    collected: str | None = None
+    collected: tuple[str, ...] = ()
     init: str | None = None
     resume: bool = False
     seconds: float = 420.0
@@ -82,6 +84,7 @@ class Config:
     draw_rows: int = 160
     look_rows: int = 32
     own_rows: int = 0
+    kept_rows: int = 0
     edit_weight: float = 0.7
     text_weight: float = 0.5
     muon_lr: float = 0.02
@@ -93,6 +96,7 @@ class Config:
     log_every: int = 100
     save_every: float = 150.0
     timestep_shift: float = 2.0
+    first_shard: int = 0
     draw_shards: int = 45
     look_shards: int = 70
     shard_pictures: int = 4000
@@ -102,8 +106,10 @@ class Config:
     def __post_init__(self) -> None:
         if self.look_shards < 2:
             raise ValueError(f"look_shards is {self.look_shards}; give at least 2, one is held out")
-        if (self.own_rows > 0) != (self.collected is not None):
-            raise ValueError("own_rows and collected (a folder of eval.collect) go together")
+        if (self.own_rows + self.kept_rows > 0) != bool(self.collected):
+            raise ValueError(
+                "own_rows or kept_rows and collected (folders of eval.collect) go together"
+            )
         if not 0 <= self.decay <= 1:
             raise ValueError(
                 f"decay is {self.decay}; give the share of the run that decays, 0 to 1"
@@ -111,17 +117,20 @@ class Config:
 
 
 def plans(config: Config, kind: str) -> list[ShardPlan]:
-    collected, count = "", config.look_shards
-    size = config.shard_trajectories
-    if kind == "draw":
-        count, size = config.draw_shards, config.shard_pictures
-    elif kind == "own":
-        lines = (Path(config.collected) / "records.jsonl").read_text(encoding="utf-8").count("\n")
-        collected, count = config.collected, -(-lines // size)
-    return [
-        ShardPlan(kind, seed, size, config.tokenizer, SYSTEM_PROMPT, config.data, collected)
-        for seed in range(count)
-    ]
+    """The shards of a kind of rows, in the order in which they are wanted."""
+    common = (config.tokenizer, SYSTEM_PROMPT, config.data)
+    if kind in ("draw", "look"):
+        count, size = config.look_shards, config.shard_trajectories
+        if kind == "draw":
+            count, size = config.draw_shards, config.shard_pictures
+        seeds = range(config.first_shard, config.first_shard + count)
+        return [ShardPlan(kind, seed, size, *common) for seed in seeds]
+    found = []
+    for folder in config.collected:
+        lines = (Path(folder) / "records.jsonl").read_text(encoding="utf-8").count("\n")
+        size = config.shard_trajectories
+        found += [ShardPlan(kind, n, size, *common, folder) for n in range(-(-lines // size))]
+    return found
 
 
 def new_model(seed: int, device: torch.device, dtype: torch.dtype) -> Bagel:
@@ -214,16 +223,18 @@ def make_step(bagel: Bagel, optimizer, losses: Losses, stores, config: Config, d
     draw_store, look_store = stores
     scale = torch.zeros((), device=device)
 
-    def lot(low: int, high: int, rows: int) -> Tensor:
-        return torch.randint(low, high, (rows,), device=device)
+    def lot(store: RowStore, rows: int, own_rows: int) -> PackedBatch:
+        others = len(store) - store.own
+        picked = torch.randint(0, others, (rows,), device=device)
+        if own_rows:
+            own = torch.randint(others, len(store), (own_rows,), device=device)
+            picked = torch.cat([picked, own])
+        return store.batch(picked)
 
     def step() -> None:
-        draw = draw_store.batch(lot(0, len(draw_store), config.draw_rows))
-        others = len(look_store) - look_store.own
-        rows = lot(0, others, config.look_rows)
-        if config.own_rows:
-            rows = torch.cat([rows, lot(others, len(look_store), config.own_rows)])
-        loss = losses(bagel, draw, look_store.batch(rows))
+        draw = lot(draw_store, config.draw_rows, config.kept_rows)
+        look = lot(look_store, config.look_rows, config.own_rows)
+        loss = losses(bagel, draw, look)
         loss.backward()
         optimizer.step(scale)
         optimizer.zero_grad()
@@ -272,7 +283,8 @@ def train(config: Config) -> Path:
     draw_paths = make_shards(plans(config, "draw"), pool)
     *look_plans, test_plan = plans(config, "look")
     look_paths = make_shards(look_plans, pool)
-    own_paths = make_shards(plans(config, "own"), pool) if config.collected else iter(())
+    own_paths = make_shards(plans(config, "own") if config.own_rows else [], pool)
+    kept_paths = make_shards(plans(config, "kept") if config.kept_rows else [], pool)
     test_paths = make_shards([test_plan], pool)
 
     device = resolve_device(config.device)
@@ -287,7 +299,7 @@ def train(config: Config) -> Path:
     for p in bagel.parameters():
         p.requires_grad_(True)
     stores = (
-        load_store(draw_paths, "draw", vae, device),
+        load_store(itertools.chain(draw_paths, kept_paths), "draw", vae, device),
         load_store(itertools.chain(look_paths, own_paths), "look", vae, device),
     )
     test = load_store(test_paths, "look", vae, device)

@@ -35,7 +35,8 @@ Split = Literal["train", "test"]
 RIGHT_FIRST = 0.35  # first images that satisfy their prompt
 STRAY = 0.1  # of the right ones that also hold something nobody asked for, where the row allows it
 MORE_POSITIONS = 0.15  # prompts that are drawn from that family on purpose: moving is hard to learn
-FAILED_EDIT = 0.15  # edits that go wrong
+FAILED_EDIT = 0.25  # edits that go wrong
+NO_PLACE = 0.35  # requests to add something that leave open where
 MAX_LOOKS = 4
 TWO_EDITS = 0.3  # turns with more than one fault whose edit mends two (twice as often with three)
 EDIT_WEIGHTS = {
@@ -104,7 +105,7 @@ def reflect(row: Row, scene: Scene, rng: random.Random) -> tuple[Reflection, Sce
     Raises Crowded where the scene has no room for what it lacks, or where no words single out what
     is wrong.
     """
-    said, after, _ = _look(scene, row["prompt"], assess_row(row, scene, rng), rng)
+    said, after, _ = look(scene, row["prompt"], assess_row(row, scene, rng), rng)
     return said, after
 
 
@@ -113,7 +114,7 @@ def reflect_on_edit(
 ) -> tuple[Reflection, Scene | None]:
     """As `reflect`, for a scene that should be the source after an op that a user requested."""
     assessment = assess_edit(source, op, scene)
-    said, after, _ = _look(scene, shapes_text.bare_request(request), assessment, rng)
+    said, after, _ = look(scene, shapes_text.bare_request(request), assessment, rng)
     return said, after
 
 
@@ -138,9 +139,14 @@ def scene_of(objects: Iterable[Mapping], side: float) -> Scene | None:
     return Scene(tuple(shapes))
 
 
-def _look(
+def look(
     scene: Scene, request: str, assessment: Assessment, rng: random.Random, last_edit: str = ""
 ) -> tuple[Reflection, Scene | None, tuple[Op, ...]]:
+    """A true look at a scene: what is said, the scene after its edit (None if done), and the ops of
+    the edit.
+
+    last_edit: an edit text that failed, so that it is not repeated. Raises Crowded as `reflect`.
+    """
     faults = assessment.faults
     parts = (
         shapes_text.seen(scene, rng),
@@ -193,9 +199,12 @@ def _editing(rng: random.Random, split: Split, hard: bool) -> ShapesTrajectory |
         op = request_op(source, rng)
     except Crowded:
         return None
-    prompt = shapes_text.edit_request(source, op, rng)
+    anywhere = op.verb == "add" and rng.random() < NO_PLACE
+    prompt = shapes_text.edit_request(source, op, rng, anywhere=anywhere)
     request = shapes_text.bare_request(prompt)
-    rounds = _rounds(source, request, lambda scene: assess_edit(source, op, scene), rng)
+    rounds = _rounds(
+        source, request, lambda scene: assess_edit(source, op, scene, anywhere=anywhere), rng
+    )
     if rounds is None:
         return None
     scenes, reflections, faithful = rounds
@@ -212,7 +221,7 @@ def _rounds(
     try:
         while len(scenes) <= MAX_LOOKS:
             last_edit = reflections[-1].edit if reflections else ""
-            said, after, ops = _look(scenes[-1], request, assess(scenes[-1]), rng, last_edit)
+            said, after, ops = look(scenes[-1], request, assess(scenes[-1]), rng, last_edit)
             reflections.append(said)
             if after is None:
                 return tuple(scenes), tuple(reflections), tuple(faithful)

@@ -297,20 +297,20 @@ class _RowPlanner:
         return find_room(shape, [*others.values(), *before], self.rng, fits, shrinks=moved is None)
 
 
-def assess_edit(source: Scene, op: Op, scene: Scene) -> Assessment:
+def assess_edit(source: Scene, op: Op, scene: Scene, *, anywhere: bool = False) -> Assessment:
     """What is wrong with a scene that should be the source after the op, and nothing else changed.
 
     A shape that the op adds or moves may have any size and stand anywhere in the cell that was
-    named; everything else is known by its looks and its place. Faults have the order kind and
-    colour, place, missing, unwanted; ops put things where they were. Raises no Crowded: the places
-    are those of the wanted scene.
+    named (anywhere: in any cell); everything else is known by its looks and its place. Faults have
+    the order kind and colour, place, missing, unwanted; ops put things where they were. Raises no
+    Crowded: the places are those of the wanted scene.
     """
     wanted = list(apply(source, [op]).shapes)
     free = op.shape if op.verb in ("add", "move") else None
 
     def there(shape: Shape, target: Shape) -> bool:
         if target is free:
-            return cell_of(shape) == cell_of(target)
+            return anywhere or cell_of(shape) == cell_of(target)
         return math.hypot(shape.x - target.x, shape.y - target.y) < NEAR
 
     def alike(shape: Shape, target: Shape) -> bool:

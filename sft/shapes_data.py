@@ -1,12 +1,14 @@
 """The shapes world as packed training rows: workers draw, lay out and pack; a store holds the rows.
 
-Three kinds of rows, each of one fixed size, so that a training step has static shapes:
+Four kinds of rows, each of one fixed size, so that a training step has static shapes:
 
 draw  one text-to-image example each, under the prompt alone (local view), under system prompt and
       prompt (full view), or under nothing (for guidance)
 look  bins of whole trajectories (CE on every turn, flow matching on every faithful image, in the
       running context) and of single edits in the local view, some with a condition left out
-own   bins of looks at the model's own first images, which `eval.collect` drew and judged (CE only)
+own   bins of looks at the model's own images, which `eval.collect` drew and judged, with the edits
+      that mend them (sft/shapes_own.py)
+kept  one own first image each, that the judge found right and well drawn, as a target to draw
 
     shards = make_shards(plan, folder)            # on all cores
     store = load_store(shards, "look", vae, device)
@@ -29,11 +31,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from agent.protocol import canonical
 from agent.types import Seen
 from agent.views import edit_view, first_image_view, reflect_view
-from sft.shapes import ShapesTrajectory, make_trajectory, reflect, scene_of, turns
-from sft.shapes_ops import Crowded
+from sft.shapes import ShapesTrajectory, make_trajectory, turns
+from sft.shapes_own import OwnLook, own_looks
 from umm_reflect.config import NANO
 from umm_reflect.context import Context, ImageSegment, TextSegment
 from umm_reflect.layout import Frame
@@ -48,10 +49,15 @@ SIZE, VIT_SIZE = 128, 112
 IMAGE_TOKENS = 64
 # Tokens a row: (understanding, generation, patches). One image is 64 latents and 64 patches.
 DRAW_ROW = (48, 64, 0)
-LOOK_ROW = (512, 384, 256)
+# A look row holds four looks: with less room, trajectories whose third look still asks for an edit
+# would be left out, and a model learns that the third look says "done".
+LOOK_ROW = (768, 512, 256)
 # How often a condition is left out, so that guidance has something to steer away from.
 NO_PROMPT, NO_TEXT, NO_IMAGE = 0.1, 0.08, 0.08
 FULL_VIEW = 0.25  # of the draw rows
+DRAWING = ("draw", "kept")  # kinds of rows that hold one picture to draw
+OWN = ("own", "kept")  # those made of the model's own images
+WELL_DRAWN = 0.4  # the least score of an object in an own image that is drawn again
 HARD_DRAW, HARD_LOOK = 0.06, 0.2
 EDITING = 0.2  # of the trajectories
 # Weights of a turn's tokens: what the loop writes is not learned, the decision counts more.
@@ -74,7 +80,8 @@ class ShardPlan:
 
     @property
     def path(self) -> Path:
-        return Path(self.folder) / f"{self.kind}-{self.seed:05d}.npz"
+        name = f"{self.kind}-{Path(self.collected).name}" if self.collected else self.kind
+        return Path(self.folder) / f"{name}-{self.seed:05d}.npz"
 
 
 class _Layout:
@@ -109,13 +116,7 @@ class _Layout:
         hard = rng.random() < HARD_DRAW
         row = sample_row(rng, hard=hard)
         scene = scene_for(row, rng, hard=hard and rng.random() < 0.3)
-        request = self.tokens.segment(phrase(row, rng))
-        view = "full" if rng.random() < FULL_VIEW else "local"
-        seen = Seen(self.system, request, editing=False)
-        context = first_image_view(seen, view).conditional
-        if rng.random() < NO_PROMPT:
-            context = Context()
-        return self.pieces(context, self.image(scene))
+        return self._drawing(phrase(row, rng), self.image(scene), rng)
 
     def look_examples(self, rng: random.Random) -> list[list[Piece]]:
         """The examples of one trajectory: all of it in its running context, and each edit alone."""
@@ -149,42 +150,60 @@ class _Layout:
         elif left_out < (NO_TEXT + NO_IMAGE) / 2:
             yield self.pieces(edit_view(seen, "full").image_uncond, target)
 
-    def own_example(
+    def own_examples(self, look: OwnLook, rng: random.Random) -> list[list[Piece]]:
+        """A look at own images in its running context, and each mending edit alone."""
+        seen = Seen(self.system, self.tokens.segment(look.prompt), editing=False)
+        images = [self.image(pixels) for pixels in look.images]
+        examples: list[list[Piece]] = []
+        learned = set()
+        for k, text in enumerate(look.turns):
+            edit = self.tokens.segment(look.edits[k]) if look.edits[k] else None
+            turn = TextSegment(tuple(self.tokens.encode(text)))
+            seen = seen.with_image(images[k]).with_turn(turn, edit)
+            if look.learned[k]:
+                learned.add(id(turn))
+            if k + 1 < len(images) and look.drawn[k + 1]:
+                examples += self._edit_examples(seen, images[k + 1], rng)
+        drawn = {id(image) for image, is_drawn in zip(images, look.drawn, strict=True) if is_drawn}
+        return [self._in_context(seen, learned, drawn), *examples]
+
+    def kept_example(
         self, record: dict, pixels: np.ndarray, rng: random.Random
     ) -> list[Piece] | None:
-        """A true look at one of the model's own images; None where words and verdict disagree."""
-        scene = scene_of(record["verdict"]["evidence"]["detections"], pixels.shape[1])
-        if scene is None:
+        """An own first image as a target for its prompt; None for a wrong or poorly drawn one."""
+        verdict = record["verdicts"][0]
+        objects = verdict["evidence"]["detections"]
+        if not verdict["correct"] or min(found["score"] for found in objects) < WELL_DRAWN:
             return None
-        try:
-            reflection, _ = reflect(record["row"], scene, rng)
-        except Crowded:
-            return None
-        if (reflection.action == "done") != record["verdict"]["correct"]:
-            return None
-        seen = Seen(self.system, self.tokens.segment(record["prompt"]), editing=False)
-        seen = seen.with_image(self.image(pixels))
-        turn = TextSegment(tuple(self.tokens.encode(canonical(reflection, 0, "Image #0"))))
-        weights = self._weights(turn)
-        return [
-            *self.pieces(reflect_view(seen)),
-            Piece(turn, learn=True, weights=weights),
-        ]
+        return self._drawing(record["prompt"], self.image(pixels), rng)
+
+    def _drawing(self, prompt: str, target: ImageSegment, rng: random.Random) -> list[Piece]:
+        """A first image under its prompt, in one of the views, or (for guidance) under nothing."""
+        view = "full" if rng.random() < FULL_VIEW else "local"
+        seen = Seen(self.system, self.tokens.segment(prompt), editing=False)
+        context = first_image_view(seen, view).conditional
+        if rng.random() < NO_PROMPT:
+            context = Context()
+        return self.pieces(context, target)
 
     def _whole(self, trajectory: ShapesTrajectory, seen: Seen) -> list[Piece]:
-        """Every turn scored; before each faithful image its noised copy, hidden from what
-        follows.
+        """Every turn scored and every faithful image drawn."""
+        drawn_images = seen.images[trajectory.source is not None :]
+        faithful = zip(drawn_images, trajectory.faithful, strict=True)
+        drawn = {id(image) for image, is_faithful in faithful if is_faithful}
+        return self._in_context(seen, {id(turn) for turn in seen.turns}, drawn)
+
+    def _in_context(self, seen: Seen, learned: set[int], drawn: set[int]) -> list[Piece]:
+        """The running context with some turns scored and, before each image to draw, its noised
+        copy, hidden from what follows. learned, drawn: ids of segments.
         """
-        editing = trajectory.source is not None
-        faithful = dict(zip(seen.images[editing:], trajectory.faithful, strict=True))
-        spoken = {id(turn) for turn in seen.turns}
         pieces: list[Piece] = []
         for segment in reflect_view(seen):
             if isinstance(segment, ImageSegment):
-                if faithful.get(segment, False):
+                if id(segment) in drawn:
                     pieces.append(Piece(segment, learn=True))
                 pieces.append(Piece(segment))
-            elif id(segment) in spoken:
+            elif id(segment) in learned:
                 pieces.append(Piece(segment, learn=True, weights=self._weights(segment)))
             else:
                 pieces.append(Piece(segment))
@@ -211,21 +230,23 @@ class _Layout:
 def make_shard(plan: ShardPlan) -> Path:
     """Make one shard's rows and images, write them, return the file."""
     torch.set_num_threads(1)
-    rng = random.Random(f"{plan.kind} {plan.seed}")
+    rng = random.Random(f"{plan.kind} {plan.seed} {plan.collected and plan.path.stem}")
     layout = _Layout(plan)
-    if plan.kind == "draw":
-        size, examples = DRAW_ROW, [layout.draw_example(rng) for _ in range(plan.count)]
-    elif plan.kind == "look":
-        size = LOOK_ROW
-        examples = [e for _ in range(plan.count) for e in layout.look_examples(rng)]
+    size = DRAW_ROW if plan.kind in DRAWING else LOOK_ROW
+    if plan.collected:
+        examples = collected_examples(layout, plan, rng)
+    elif plan.kind == "draw":
+        examples = [layout.draw_example(rng) for _ in range(plan.count)]
     else:
-        size, examples = LOOK_ROW, own_examples(layout, plan, rng)
+        examples = [e for _ in range(plan.count) for e in layout.look_examples(rng)]
     packed = [pack_row([example], layout.frame, NANO).sizes for example in examples]
     fits = [i for i, p in enumerate(packed) if all(a <= b for a, b in zip(p, size, strict=True))]
-    if plan.kind == "draw":
+    if plan.kind in DRAWING:
         bins = [[i] for i in fits]
     else:
         bins = [[fits[k] for k in b] for b in fill_bins([packed[i] for i in fits], size)]
+    if not bins:  # none of these images teaches anything
+        return _written(plan, {"left_out": np.zeros(1, np.int32)}, np.zeros((0, SIZE, SIZE, 3)))
     rows = [pack_row([examples[i] for i in members], layout.frame, NANO) for members in bins]
     arrays = {name: t.numpy() for name, t in stack_rows(rows, size[:2]).items()}
     scored = max(int((row.label_U != NO_LABEL).sum()) for row in rows)
@@ -241,6 +262,11 @@ def make_shard(plan: ShardPlan) -> Path:
     images = np.stack(
         [s if isinstance(s, np.ndarray) else np.asarray(render(s, SIZE)) for s in layout.scenes]
     )
+    return _written(plan, arrays, images)
+
+
+def _written(plan: ShardPlan, arrays: dict[str, np.ndarray], images: np.ndarray) -> Path:
+    """The shard's files: images, and last (so that it is whole) the rows."""
     np.save(plan.path.with_suffix(".npy"), images)
     aside = plan.path.with_suffix(".writing.npz")
     np.savez(aside, **arrays)
@@ -248,18 +274,20 @@ def make_shard(plan: ShardPlan) -> Path:
     return plan.path
 
 
-def own_examples(layout: _Layout, plan: ShardPlan, rng: random.Random) -> list[list[Piece]]:
-    """Looks at this shard's part of the collected images; those of wrong images twice."""
+def collected_examples(layout: _Layout, plan: ShardPlan, rng: random.Random) -> list[list[Piece]]:
+    """What this shard's part of the collected images teaches: looks (own) or targets (kept)."""
     folder = Path(plan.collected)
     lines = (folder / "records.jsonl").read_text(encoding="utf-8").splitlines()
     images = np.load(folder / "images.npy", mmap_mode="r")
-    examples = []
-    for i in range(plan.seed * plan.count, min((plan.seed + 1) * plan.count, len(lines))):
-        record = json.loads(lines[i])
-        for _ in range(1 if record["verdict"]["correct"] else 2):
-            example = layout.own_example(record, np.asarray(images[i]), rng)
-            if example is not None:
-                examples.append(example)
+    examples: list[list[Piece]] = []
+    for line in lines[plan.seed * plan.count : (plan.seed + 1) * plan.count]:
+        record = json.loads(line)
+        own = [np.asarray(images[i]) for i in record["images"]]
+        if plan.kind == "own":
+            for look in own_looks(record, own, rng):
+                examples += layout.own_examples(look, rng)
+        elif (example := layout.kept_example(record, own[0], rng)) is not None:
+            examples.append(example)
     return examples
 
 
@@ -282,7 +310,7 @@ def make_shards(plans: Sequence[ShardPlan], pool: Executor) -> Iterator[Path]:
 class RowStore:
     """Rows of one kind on the device, with the latents and patches that they refer to.
 
-    own: how many rows at the end are looks at the model's own images.
+    own: how many rows at the end are made of the model's own images.
     """
 
     def __init__(
@@ -350,6 +378,8 @@ def load_store(
     for path in paths:
         images = torch.from_numpy(np.load(path.with_suffix(".npy"), mmap_mode="c"))
         with np.load(path) as shard:
+            if "ids_BU" not in shard:
+                continue
             for name in sorted(set(shard.files) - {"left_out"}):
                 values = torch.from_numpy(shard[name])
                 if name in ("vae_BI", "vit_BI"):
@@ -364,7 +394,7 @@ def load_store(
             if kind == "draw":
                 continue
             again = (vae.decode(latent).clamp(-1, 1) * 127.5).round() / 127.5
-            share = 0.0 if path.name.startswith("own") else own_pixels
+            share = 0.0 if path.name.startswith(OWN) else own_pixels
             use = (torch.rand(len(some), generator=generator) < share).to(device)
             pixels = torch.where(use[:, None, None, None], again, pixels)
             conditions.append(_tokens(vae.encode(pixels)))
@@ -382,7 +412,7 @@ def load_store(
     tables["conditions"] = torch.cat(conditions) if conditions else tables["latents"]
     if patches:
         tables["patches"] = torch.cat(patches)
-    own = sum(rows for name, rows, _ in counts if name.startswith("own"))
+    own = sum(rows for name, rows, _ in counts if name.startswith(OWN))
     return RowStore(kind, {n: torch.cat(t).to(device) for n, t in arrays.items()}, tables, own)
 
 

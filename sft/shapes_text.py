@@ -130,9 +130,14 @@ def _instruction(scene: Scene, op: Op, rng: Random) -> str:
     return rng.choice((f"replace {what} with {new}", f"turn {what} into {new}"))
 
 
-def edit_request(scene: Scene, op: Op, rng: Random) -> str:
-    """What a user asks for by the op: an instruction, at times by kind alone, at times politely."""
+def edit_request(scene: Scene, op: Op, rng: Random, *, anywhere: bool = False) -> str:
+    """What a user asks for by the op: an instruction, at times by kind alone, at times politely.
+
+    anywhere: an object to add is named without a place.
+    """
     words = _instruction(scene, op, rng)
+    if anywhere:
+        words = words.removesuffix(f" at the {place_of(op.shape)}")
     if op.index is not None and rng.random() < 0.4:
         shape = scene.shapes[op.index]
         if not shape.broken and sum(other.kind == shape.kind for other in scene.shapes) == 1:

@@ -205,32 +205,32 @@ def test_sigterm_saves_the_state_and_a_resume_ends_in_the_same_bytes(
         train(config(tmp_path / "empty", sources, resume=True))
 
 
-def test_looks_at_ones_own_images_follow_the_judge(sources, tmp_path):
-    """What `eval.collect` writes becomes rows: wrong images twice, unreadable ones not at all."""
-    rng, verifier, lines, images = random.Random(4), ShapesVerifier(), [], []
-    expected = 0
-    while len(lines) < 8:
+def test_ones_own_images_become_looks_and_targets(sources, tmp_path):
+    """What `eval.collect` writes becomes look rows with mending edits, and right ones draw rows."""
+    rng, verifier, lines, images, right = random.Random(4), ShapesVerifier(), [], [], 0
+    for number in range(8):
         trajectory = make_trajectory(rng)
         picture = render(trajectory.scenes[0], 128)
         [verdict] = verifier.score([picture], [trajectory.row])
-        record = {"row": trajectory.row, "prompt": trajectory.prompt}
-        lines.append(json.dumps(record | {"verdict": verdict.to_record()}))
+        record = {"row": trajectory.row, "prompt": trajectory.prompt, "turns": []}
+        record |= {"images": [number], "verdicts": [verdict.to_record()]}
+        lines.append(json.dumps(record))
         images.append(np.asarray(picture))
-        expected += 1 if verdict.correct else 2
+        right += verdict.correct
+    assert 0 < right < 8
     collected = tmp_path / "own"
     collected.mkdir()
     np.save(collected / "images.npy", np.stack(images))
     (collected / "records.jsonl").write_text("\n".join(lines) + "\n")
-    plan = ShardPlan(
-        "own", 0, 100, sources["tokenizer"], SYSTEM_PROMPT, str(tmp_path), str(collected)
-    )
-    with np.load(make_shard(plan)) as shard:
+    common = (sources["tokenizer"], SYSTEM_PROMPT, str(tmp_path), str(collected))
+    with np.load(make_shard(ShardPlan("own", 0, 100, *common))) as shard:
         ends = shard["label_BU"] == Tokens.from_folder(sources["tokenizer"]).end
-        assert (ends & (shard["weight_BU"] > 0)).sum() == expected - shard["left_out"][0]
-        assert not shard["noised_BG"].any()  # one's own images are looked at, not drawn
-    run = train(
-        config(tmp_path / "run", sources, collected=str(collected), own_rows=1, max_steps=2)
-    )
+        assert (ends & (shard["weight_BU"] > 0)).sum() > 8
+        assert shard["noised_BG"].any()  # a mended image is drawn
+    with np.load(make_shard(ShardPlan("kept", 0, 100, *common))) as shard:
+        assert len(shard["ids_BU"]) == right
+    settings = {"own_rows": 1, "kept_rows": 1, "max_steps": 2}
+    run = train(config(tmp_path / "run", sources, collected=(str(collected),), **settings))
     assert (run / "ema.safetensors").exists()
 
 
@@ -238,7 +238,7 @@ def test_looks_at_ones_own_images_follow_the_judge(sources, tmp_path):
     ("changes", "message"),
     [
         ({"look_shards": 1}, "give at least 2, one is held out"),
-        ({"own_rows": 4}, r"own_rows and collected .* go together"),
+        ({"own_rows": 4}, r"own_rows or kept_rows and collected .* go together"),
         ({"decay": 1.5}, "decay is 1.5"),
     ],
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 from umm_reflect import batch as batching
 from umm_reflect.cache import KVCache, assemble
 from umm_reflect.context import Context
-from umm_reflect.flow import DrawSettings, cps_step, euler_step, guide, sde_step
+from umm_reflect.flow import DrawSettings, cps_step, guide, sde_step
 from umm_reflect.images import check_drawn_size, to_pil, unpatchify_latent
 from umm_reflect.layout import Row, vae_block
 from umm_reflect.prefill import Engine
@@ -92,9 +92,11 @@ def draw(
     for step in range(steps):
         t, t_next = times[step], times[step + 1]
         v = flow.velocity(x, t)
+        plain = [r for r, own in enumerate(per_request) if not own.stochastic(step)]
+        for r, moved in zip(plain, euler_steps(x, v, plain, t, t_next), strict=True):
+            x[r] = moved
         for r, (own, request) in enumerate(zip(per_request, requests, strict=True)):
             if not own.stochastic(step):
-                x[r] = euler_step(x[r], v[r], t, t_next)
                 continue
             noise = torch.randn(x[r].shape, generator=request.generator).to(x[r].device)
             taken = (
@@ -123,6 +125,16 @@ def draw(
         )
         for r in range(len(requests))
     ]
+
+
+def euler_steps(
+    x: Sequence[Tensor], v: Sequence[Tensor], which: Sequence[int], t: Tensor, t_next: Tensor
+) -> list[Tensor]:
+    """`euler_step` of the requests `which`, in a few launches for all of them: [n, C] fp32 each."""
+    if not which:
+        return []
+    moved = torch._foreach_mul([v[r] for r in which], float(t - t_next))
+    return list(torch._foreach_sub([x[r] for r in which], moved))
 
 
 class Denoiser:
@@ -224,7 +236,7 @@ class Denoiser:
         guided = self.settings.guided(t)
         rows = self.branch_velocities(x, t, guided=guided)
         if not guided:
-            return [v.float() for v in rows]
+            return list(torch.cat(rows).float().split([v.shape[0] for v in rows]))
         if self.settings.norm_over == "call":
             return self._guided_together(x, rows)
         out: list[Tensor | None] = [None] * len(x)

@@ -25,6 +25,9 @@ TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_
 # counting, compound and compound.
 HARD_FAMILIES = ("hard_counting", "hard_compound", "hard_relation")
 FAMILIES = TAGS + HARD_FAMILIES
+# Drawn for training only, with the tag compound: two or three clauses, some with a color, some with
+# a count. Test rows combine what the other families never do, so training has to combine too.
+MIXED = "mixed"
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
 
@@ -150,7 +153,13 @@ def draw_row(rng: random.Random, family: str) -> Row:
         kinds = rng.sample(KINDS, len(counts))
         pairs = zip(kinds, counts, strict=True)
         return plain_row("compound", [clause(k, n, rng.choice(COLORS)) for k, n in pairs])
-    raise ValueError(f"unknown family {family!r}; choose from {', '.join(FAMILIES)}")
+    if family == MIXED:
+        kinds = rng.sample(KINDS, rng.choice((2, 2, 3)))
+        counts = [rng.choice((1, 1, 1, 2)) for _ in kinds]
+        colors = [rng.choice(COLORS) if rng.random() < 0.4 else None for _ in kinds]
+        parts = [clause(*part) for part in zip(kinds, counts, colors, strict=True)]
+        return plain_row("compound", parts)
+    raise ValueError(f"unknown family {family!r}; choose from {', '.join((*FAMILIES, MIXED))}")
 
 
 def _splits(totals: Sequence[int], most: int) -> list[tuple[int, ...]]:

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from umm_reflect.shapes.prompts import HARD_FAMILIES, Row, draw_row
+from umm_reflect.shapes.prompts import HARD_FAMILIES, MIXED, Row, draw_row
 from umm_reflect.shapes.scene import (
     COLORS,
     KINDS,
@@ -36,13 +36,14 @@ from umm_reflect.shapes.sets import build_sets, is_held_out
 
 # How often training asks for a family (weights).
 TRAINING_MIX = {
-    "single_object": 6,
-    "two_object": 14,
-    "counting": 18,
-    "colors": 10,
-    "position": 18,
-    "color_attr": 18,
-    "compound": 16,
+    "single_object": 5,
+    "two_object": 16,
+    "counting": 16,
+    "colors": 9,
+    "position": 16,
+    "color_attr": 16,
+    "compound": 18,
+    MIXED: 10,
 }
 
 # Smallest and largest diameter by the number of shapes in the scene.
