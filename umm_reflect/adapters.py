@@ -132,19 +132,26 @@ def load_adapter(
     return bagel
 
 
-def save_adapter(bagel: Bagel, folder: str | Path, base_id: str) -> Path:
+def save_adapter(
+    bagel: Bagel,
+    folder: str | Path,
+    base_id: str,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Path:
     """Write `adapter_config.json` and `adapter_model.safetensors`, each aside and renamed.
 
-    base_id: the model that the adapter belongs to (hub id, `id@revision` or folder). The weights
-    keep their number type. Raises ValueError when the model has no adapter.
+    base_id: the model that the adapter belongs to (hub id, `id@revision` or folder). weights: what
+    to store in place of the model's own, by their names in it (masters, averages). They keep their
+    number type. Raises ValueError when the model has no adapter.
     """
     from safetensors.torch import save
 
     config = adapter_config(bagel)
     folder = Path(folder)
     state = {
-        PEFT_PREFIX + name.replace(f".{ADAPTER}", ""): parameter.detach().cpu().contiguous()
-        for name, parameter in adapter_parameters(bagel)
+        PEFT_PREFIX + name.replace(f".{ADAPTER}", ""): tensor.detach().cpu().contiguous()
+        for name, tensor in (weights or dict(adapter_parameters(bagel))).items()
     }
     content = config.to_dict() | {"base_model_name_or_path": base_id, "inference_mode": True}
     wrapped = sorted(name for name, _ in adapter_layers(bagel))
@@ -342,9 +349,15 @@ def _fill(
         if tensors[key].shape != wanted[name].shape
     ]
     _refuse("has in another shape", wrong, folder)
+    names = {name.replace(f".{ADAPTER}", ""): name for name in places}
     with torch.no_grad():
         for name, key in given.items():
-            wanted[name].copy_(tensors[key])
+            if wanted[name].is_meta:  # of a model without memory: the adapter has some
+                owner, _, leaf = names[name].rpartition(".")
+                real = nn.Parameter(tensors[key].to(wanted[name].dtype))
+                setattr(bagel.get_submodule(owner), leaf, real)
+            else:
+                wanted[name].copy_(tensors[key])
 
 
 def _refuse(verb: str, names: Sequence[str], folder: Path) -> None:

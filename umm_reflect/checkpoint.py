@@ -29,6 +29,7 @@ from umm_reflect.config import BagelConfig
 from umm_reflect.errors import CheckpointError, UsageError, UserError
 from umm_reflect.layout import Frame
 from umm_reflect.model import Bagel
+from umm_reflect.streamed import DTYPES
 from umm_reflect.tokens import Tokens
 from umm_reflect.vit import sincos_table
 
@@ -92,6 +93,20 @@ class TensorFiles:
             with self._open(path) as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         return shapes
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The number type that each tensor is stored in."""
+        dtypes = {}
+        for path in dict.fromkeys(self._where.values()):
+            with self._open(path) as file:
+                for name in file.keys():  # noqa: SIM118
+                    kind = file.get_slice(name).get_dtype()
+                    if kind not in DTYPES:
+                        raise CheckpointError(
+                            f"{path}: {name} is stored as {kind}", f"One of {', '.join(DTYPES)}"
+                        )
+                    dtypes[name] = DTYPES[kind]
+        return dtypes
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """All tensors in file order, on the device."""
@@ -164,13 +179,31 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Bag
     """
     files = TensorFiles(folder, WEIGHTS)
     shapes = files.shapes()
-    config = BagelConfig.from_folder(folder)
-    sides = {name: _side(shapes, name, files.label) for name in TABLES}
-    config = config.with_sides(latent_grid_side=sides[TABLES[0]], vit_grid_side=sides[TABLES[1]])
-    bagel = empty_bagel(config)
+    bagel = empty_bagel(_config(folder, files, shapes))
     fill(bagel, files, shapes, device=device, dtype=dtype, skip=TABLES)
     place_tables(bagel, device)
     return bagel.eval()
+
+
+def read_config(folder: Path) -> BagelConfig:
+    """What `load` would give a folder's model as config, from the headers of its files.
+
+    Errors: CheckpointError for files that are missing or no checkpoint.
+    """
+    from umm_reflect.autoencoder import infer_vae_config
+
+    files = TensorFiles(folder, WEIGHTS)
+    config = _config(folder, files, files.shapes())
+    vae = infer_vae_config(TensorFiles(folder, VAE_WEIGHTS).shapes(), config.vae)
+    return replace(config, vae=vae)
+
+
+def _config(
+    folder: Path, files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]
+) -> BagelConfig:
+    config = BagelConfig.from_folder(folder)
+    sides = {name: _side(shapes, name, files.label) for name in TABLES}
+    return config.with_sides(latent_grid_side=sides[TABLES[0]], vit_grid_side=sides[TABLES[1]])
 
 
 def load_vae(

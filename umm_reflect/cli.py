@@ -43,6 +43,7 @@ VERBS = {
     "data": Verb("sft.data_cli:main", "trajectories: example, check, stats, show, convert"),
     "sft": Verb("sft.train:main", "train on trajectories"),
     "rl": Verb("rl.train:main", "train on rewards"),
+    "merge": Verb("umm_reflect.merge:main", "a base and an adapter: one model folder, checked"),
     "eval": Verb("eval.run:main", "generate a test set, judge it, write result files"),
     "doctor": Verb("umm_reflect.doctor:main", "versions, devices, what is missing; memory plan"),
     "download": Verb("umm_reflect.download:main", "fetch a model and what it needs, checked"),
