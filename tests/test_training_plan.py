@@ -33,13 +33,14 @@ def parts(config, run) -> dict[str, int]:
     return dict(plan_training(config, run).parts)
 
 
-def test_full_training_of_the_release_in_one_process_takes_eighteen_bytes_a_number():
+def test_full_training_of_the_release_in_one_process_takes_twenty_bytes_a_number():
     found = parts(BAGEL_7B_MOT, TrainingRun(PACK, "full"))
     numbers = 14_575_018_464
     assert found["weights: frozen and working copies"] == 2 * numbers
     assert found["weights: masters"] == 4 * numbers
     assert found["optimizer moments"] == 8 * numbers
     assert found["gradients"] == 4 * numbers
+    assert found["gradients of a pack"] == 2 * numbers
 
 
 def test_the_published_way_of_bf16_throughout_takes_eight_bytes_a_number():
@@ -86,6 +87,25 @@ def test_fp32_weights_are_their_own_masters():
     size = sizes(TINY, "full", frozen=("vit",))
     assert found["weights: frozen and working copies"] == 4 * size.frozen
     assert found["weights: masters"] == 4 * size.trained
+
+
+def test_sharded_weights_are_gathered_a_layer_at_a_time_and_whole_to_draw():
+    few = Work(und=10, gen=10)
+    run = TrainingRun(few, "full", strategy="fsdp2", world=8, picture=(64, 64))
+    layer, vocabulary = 2 * 233_058_048, 152_064 * 3584
+    rest = 402_552_736 + 16_980_992 + 14_232_128 - 26 * 15_239_504 + 2 * 3584
+    assert parts(BAGEL_7B_MOT, run)["gathered weights"] == 2 * (layer + vocabulary + rest)
+    drawing = parts(BAGEL_7B_MOT, replace(run, draws=True))
+    assert drawing["whole weights, to draw"] == 2 * 14_575_018_464
+    assert "gathered weights" not in drawing
+    alone = TrainingRun(few, "full", picture=(64, 64))
+    assert parts(BAGEL_7B_MOT, alone) == parts(BAGEL_7B_MOT, replace(alone, draws=True))
+
+
+def test_encoding_many_large_pictures_can_be_what_takes_most():
+    many = parts(NANO, TrainingRun(Work(und=10, gen=64 * 8), picture=(128, 128), recompute=True))
+    assert many["encoding pictures"] == 8 * 4 * 128 * 128 * 2 * 32 * 2
+    assert "activations: layers" not in many
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ Strategy = Literal["none", "ddp", "fsdp2", "deepspeed"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 # What the communication library holds beside tensors.
 COMMUNICATION_BYTES = 2**30
-# DDP's and DeepSpeed's buckets of gradients under way, in numbers.
-BUCKET = 500_000_000 // 4
+# DeepSpeed's buckets of gradients under way, in numbers.
+BUCKET = 500_000_000
 # Pictures that `AutoEncoder.encode_images` takes at once.
 ENCODED_AT_ONCE = 8
 
@@ -50,6 +50,7 @@ class TrainingRun:
     preset, rank, frozen: as in `trainable`. world: processes. bf16: working weights and activations
     (False: fp32, as on a CPU). legacy_bf16: masters and moments too, as the release was trained.
     zero_stage: of DeepSpeed. picture: height and width of what the VAE encodes.
+    draws: the run renders trajectories now and then, for which sharded weights are gathered.
     """
 
     work: Work
@@ -66,6 +67,7 @@ class TrainingRun:
     zero_stage: Literal[2, 3] = 2
     longest: int | None = None
     picture: tuple[int, int] | None = None
+    draws: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -87,9 +89,8 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers in weights. trained: those that learn; frozen: the rest (position tables too);
-    matrices: of the trained ones, in layers' matrices, which Muon takes.
-    layer: of one decoder layer; outside: in no layer at all, which sharding gathers for the step.
+    """Numbers in weights. trained: those that learn; frozen: the rest. matrices: of the trained
+    ones, those that Muon takes. layer: of one decoder layer; outside: in no layer at all.
     """
 
     trained: int
@@ -154,31 +155,32 @@ def plan_training(config: BagelConfig, run: TrainingRun) -> MemoryPlan:
     if run.ema:
         parts["moving average"] = size.trained * 4 // optimizer_cut
     parts["gradients"] = size.trained * master // optimizer_cut
-    parts |= {f"under way: {name}": n for name, n in _under_way(run, size, sharded).items()}
-    training = activations(config, run)
-    encoding = _encoding(config, run)
-    if sum(training.values()) >= encoding:
-        parts |= training
-    else:
-        parts["encoding pictures"] = encoding
+    # what is there at one time: a step, or the pictures before it, or the whole model that draws
+    step = _under_way(config, run, size, sharded) | activations(config, run)
+    others = [{"encoding pictures": _encoding(config, run)}]
+    if run.draws and sharded:
+        others.append({"whole weights, to draw": size.all * item})
+    parts |= max(step, *others, key=lambda some: sum(some.values()))
     if run.bf16:
         parts["runtime"] = RUNTIME_BYTES + (COMMUNICATION_BYTES if run.world > 1 else 0)
     return MemoryPlan({name: n for name, n in parts.items() if n})
 
 
-def _under_way(run: TrainingRun, size: Sizes, sharded: bool) -> dict[str, int]:
+def _under_way(config: BagelConfig, run: TrainingRun, size: Sizes, sharded: bool) -> dict[str, int]:
     """Weights that are gathered and gradients that are not yet where they belong."""
     if sharded and run.world > 1:
+        # the layer that runs, the next one (or a vocabulary matrix), and what is in no unit
+        vocabulary = config.llm.vocab_size * config.llm.hidden_size
+        rest = size.outside - 2 * vocabulary
         return {
-            "gathered weights (two layers, and what is in none)": (2 * size.layer + size.outside)
-            * run.item,
-            "gradients of a layer before they are scattered": size.layer_trained * (run.item + 4),
+            "gathered weights": (size.layer + max(size.layer, vocabulary) + rest) * run.item,
+            "gradients before they are scattered": size.layer_trained * (run.item + 4),
         }
-    if run.strategy == "none" or run.world == 1:
-        # a layer's gradients in the working format, before they join the fp32 ones
-        return {"gradients of a layer": size.layer_trained * run.item if run.bf16 else 0}
-    # DDP reduces fp32 gradients in place, ZeRO-2 through two buckets
-    return {"buckets of gradients": 2 * min(BUCKET, size.trained) * 4}
+    if run.strategy == "deepspeed":
+        return {"buckets of gradients": 2 * min(BUCKET, size.trained) * 4}
+    own = run.strategy == "none" and (run.legacy_bf16 or not run.bf16)
+    # gradients as the backward pass makes them, before they join the fp32 sums
+    return {} if own else {"gradients of a pack": size.trained * run.item}
 
 
 def activations(config: BagelConfig, run: TrainingRun) -> dict[str, int]:
