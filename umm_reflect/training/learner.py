@@ -18,16 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from umm_reflect.config import BagelConfig
 from umm_reflect.model import Bagel, compile_operations
 from umm_reflect.packing import PackedBatch, TrainingOutput, training_forward
 from umm_reflect.training.masters import OptimizerSettings, StepReport
+from umm_reflect.training.parts import empty_batch, with_all_parts
 from umm_reflect.training.processes import Processes
 from umm_reflect.training.sharding import Replicated, Sharded, Whole
 
@@ -140,16 +139,14 @@ class Learner:
     def _stream(
         self, averaged: bool, dtype: torch.dtype, trained_only: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        layout = self._layout
-        mine = dict(zip(self.trainable, layout.masters.values(averaged), strict=True))
-        entry = {name: i for i, name in enumerate(self.trainable)}
+        entries = {name: i for i, name in enumerate(self.trainable)}
         for name, tensor in self.bagel.state_dict().items():
-            if name in mine:
-                whole = layout.whole(entry[name], mine[name])
+            if name in entries:
+                whole = self._layout.trained(entries[name], averaged)
             elif trained_only:
                 continue
             else:
-                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                whole = self._layout.frozen(name, tensor)
             if self.processes.main:
                 yield name, whole.detach().to("cpu", dtype).contiguous()
 
@@ -158,31 +155,28 @@ class Learner:
         """The model in eval mode, whole on every process, for drawing and speaking while the block
         runs; averaged: with the moving averages. Every process enters and leaves; inside, nobody
         waits for the others."""
-        masters = self._layout.masters
         self.bagel.eval()
-        kept = masters.swap_in_averages() if averaged else None
         try:
-            with self._layout.gathered():
+            with self._layout.gathered(averaged):
                 yield self.bagel
         finally:
-            if kept is not None:
-                masters.swap_back(kept)
             self.bagel.train()
 
     # --- resume -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Masters, moments, averages and the step counter by name: live tensors (DTensors where
-        sharded), whose names and whole shapes do not depend on the number of processes."""
-        masters = self._layout.masters
-        state = {name: self._layout.saved(i, t) for name, (i, t) in masters.tensors().items()}
-        return {"step_count": masters.step_count, **state}
+        """Masters, moments, averages and the step counter by name, this process's part of them:
+        tensors, or DTensors where sharded, to be filled in place. Names and whole shapes (see
+        `state_shapes`) do not depend on the strategy and the number of processes."""
+        return self._layout.state()
 
-    @torch.no_grad()
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name → whole shape of everything that all processes together save."""
+        return self._layout.state_shapes()
+
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over a state of the same names. `state_dict()` may be filled in place (as torch's
-        distributed checkpoint does) and given back. Errors: ValueError when names or shapes differ.
-        """
+        """Take over what `state_dict` of this learner gave, once it is filled, or another's of the
+        same strategy. Errors: ValueError when names or shapes differ."""
         own = self.state_dict()
         if odd := sorted(own.keys() ^ state.keys()):
             raise ValueError(
@@ -193,8 +187,7 @@ class Learner:
                 raise ValueError(
                     f"the saved {name} is {list(state[name].shape)}, expected {list(tensor.shape)}"
                 )
-            tensor.copy_(state[name])
-        self._layout.masters.loaded()
+        self._layout.load(state)
 
 
 def _layout(strategy: Strategy) -> type[Whole]:
@@ -203,63 +196,3 @@ def _layout(strategy: Strategy) -> type[Whole]:
 
         return DeepSpeed
     return {"none": Whole, "ddp": Replicated, "fsdp2": Sharded}[strategy]
-
-
-# --- batches that lack a part ---------------------------------------------------------------------
-
-
-def empty_batch(config: BagelConfig) -> PackedBatch:
-    """One row of one padding token, on the CPU: for a process that has nothing left to learn from.
-    It adds nothing to any loss."""
-    patch = 3 * config.vit.patch_size**2
-    none = torch.zeros(0, dtype=torch.long)
-    ones = torch.zeros(1, 1, dtype=torch.long)
-    gen = torch.zeros(1, 0, dtype=torch.long)
-    return PackedBatch(
-        ids_BU=ones,
-        position_BL=ones,
-        order_BL=ones,
-        block_BL=ones - 1,
-        sample_BL=ones - 1,
-        full_BL=ones.bool(),
-        noise_BL=ones.bool(),
-        score_S=none,
-        label_S=none,
-        weight_S=torch.zeros(0),
-        patch_V=none,
-        patch_cell_V=none,
-        patches_VP=torch.zeros(0, patch),
-        patch_lengths=[],
-        latent_BGC=torch.zeros(1, 0, config.latent_dim),
-        cell_BG=gen,
-        noised_BG=gen.bool(),
-        image_BG=gen,
-        num_images=0,
-    )
-
-
-def with_all_parts(
-    batch: PackedBatch, times_I: Tensor, noise_BGC: Tensor, config: BagelConfig
-) -> tuple[PackedBatch, Tensor, Tensor]:
-    """The batch with a padding latent token in each row where it has no latents, and a black patch
-    that enters nowhere where it has none: every process then runs the same modules and gets
-    gradients (zeros) for the same weights, as the collectives of DDP and FSDP2 need it."""
-    rows, width = batch.ids_BU.shape
-    device = batch.ids_BU.device
-    changes: dict[str, object] = {}
-    if not batch.patch_lengths:
-        changes["patch_V"] = torch.tensor([rows * width], device=device)
-        changes["patch_cell_V"] = torch.zeros(1, dtype=torch.long, device=device)
-        changes["patches_VP"] = torch.zeros(1, 3 * config.vit.patch_size**2, device=device)
-        changes["patch_lengths"] = [1]
-    if not batch.cell_BG.shape[1]:
-        padding = {"position": 0, "order": 0, "block": -1, "sample": -1, "full": 0, "noise": 0}
-        for name, value in padding.items():
-            have = getattr(batch, f"{name}_BL")
-            changes[f"{name}_BL"] = torch.cat([have, have.new_full((rows, 1), value)], 1)
-        for name in ("cell_BG", "noised_BG", "image_BG"):
-            changes[name] = getattr(batch, name).new_zeros(rows, 1)
-        changes["latent_BGC"] = batch.latent_BGC.new_zeros(rows, 1, config.latent_dim)
-        noise_BGC = noise_BGC.new_zeros(rows, 1, config.latent_dim)
-        times_I = times_I if times_I.numel() else times_I.new_zeros(1)
-    return (replace(batch, **changes) if changes else batch), times_I, noise_BGC

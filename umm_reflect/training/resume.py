@@ -165,7 +165,7 @@ def load_resume(folder: str | Path, learner: Learner) -> tuple[int, dict[str, An
             for name, meta in reader.read_metadata().state_dict_metadata.items()
         }
         random = _random_to_load(saved, processes)
-        _check(path, state, {n: s for n, s in saved.items() if not n.startswith(f"{RANDOM}/")})
+        _check(path, learner.state_shapes(), saved)
         dcp.load({**state, **random}, storage_reader=reader, **_group(processes))
     except CheckpointError:
         raise
@@ -189,19 +189,19 @@ def _random_to_load(saved: dict[str, tuple], processes: Processes) -> dict[str, 
     return {name: tensor for name, tensor in own.items() if saved.get(name) == tuple(tensor.shape)}
 
 
-def _check(path: Path, state: dict[str, Tensor], saved: dict[str, tuple]) -> None:
+def _check(path: Path, wanted: dict[str, tuple], saved: dict[str, tuple]) -> None:
     remedy = "Resume with the settings of that run, or begin in another folder"
-    if odd := sorted(saved.keys() ^ state.keys()):
+    names = {name for name in saved if not name.startswith(f"{RANDOM}/")}
+    if odd := sorted(names ^ wanted.keys()):
         side = "has" if odd[0] in saved else "lacks"
         raise CheckpointError(
             f"the state {path} is of another training: it {side} {odd[0]}"
             + (f" and {len(odd) - 1} names more differ" if len(odd) > 1 else ""),
             remedy,
         )
-    for name, tensor in state.items():
-        if tuple(tensor.shape) != saved[name]:
+    for name, shape in wanted.items():
+        if shape != saved[name]:
             raise CheckpointError(
-                f"the state {path} has {name} as {list(saved[name])}, "
-                f"expected {list(tensor.shape)}",
+                f"the state {path} has {name} as {list(saved[name])}, expected {list(shape)}",
                 remedy,
             )

@@ -9,14 +9,15 @@ tensor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from umm_reflect.training.masters import Masters, OptimizerSettings, StepReport
+from umm_reflect.training.parts import empty_batch, with_all_parts
 from umm_reflect.training.processes import Processes
 
 
@@ -88,14 +89,47 @@ class Whole:
         """The whole tensor of an entry from every process's part of it."""
         return part
 
-    def saved(self, entry: int, part: Tensor) -> Tensor:
-        """The part as a checkpoint wants it: with its place in the whole."""
-        return part
+    def trained(self, entry: int, averaged: bool) -> Tensor:
+        """The whole master of an entry, or its moving average."""
+        return self.whole(entry, self.masters.values(averaged)[entry])
+
+    def frozen(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of any other tensor of the state dict."""
+        return tensor
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self, averaged: bool) -> Iterator[None]:
         """The model's weights are whole on every process while the block runs."""
-        yield
+        kept = self.masters.swap_in_averages() if averaged else None
+        try:
+            with self._whole_weights():
+                yield
+        finally:
+            if kept is not None:
+                self.masters.swap_back(kept)
+
+    def _whole_weights(self) -> AbstractContextManager:
+        return nullcontext()
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def saved(self, entry: int, part: Tensor) -> Tensor:
+        """The part of an entry as a checkpoint wants it: with its place in the whole."""
+        return part
+
+    def state(self) -> dict[str, Tensor]:
+        parts = self.masters.tensors()
+        state = {name: self.saved(i, tensor) for name, (i, tensor) in parts.items()}
+        return {"step_count": self.masters.step_count, **state}
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.state().items()}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+        self.masters.loaded()
 
 
 class Replicated(Whole):
@@ -166,6 +200,7 @@ class Sharded(Whole):
             param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False
         )
         self._units: list[nn.Module] = []
+        self._ran = False
         for unit in units(step):
             for p in unit.parameters():
                 if p.requires_grad and not legacy_bf16 and not _is_sharded(p):
@@ -190,6 +225,7 @@ class Sharded(Whole):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()
+        self._ran = True
 
     def _gradients(self) -> list[Tensor]:
         return [
@@ -225,20 +261,37 @@ class Sharded(Whole):
         rank = self.processes.rank
         return parts[rank] if rank < len(parts) else whole[:0]
 
+    def frozen(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if _is_sharded(tensor) else tensor  # buffers are whole
+
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """The hooks are off meanwhile: whoever runs the model then starts no collective."""
-        kept = []
+    def _whole_weights(self) -> Iterator[None]:
+        if not self._ran:  # FSDP2 finds out in a first forward what belongs together
+            batch = empty_batch(self.module.bagel.config).to(self.processes.device)
+            nothing = torch.zeros(0, device=self.processes.device), batch.latent_BGC
+            with torch.no_grad():
+                self.module(*with_all_parts(batch, *nothing, self.module.bagel.config))
         for unit in self._units:
             unit.unshard()
-            kept.append((unit, unit._forward_pre_hooks, unit._forward_hooks))
-            unit._forward_pre_hooks, unit._forward_hooks = type(kept[-1][1])(), type(kept[-1][2])()
         try:
-            yield
+            with without_hooks(self._units):
+                yield
         finally:
-            for unit, before, after in kept:
-                unit._forward_pre_hooks, unit._forward_hooks = before, after
+            for unit in self._units:
                 unit.reshard()
+
+
+@contextmanager
+def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Forwards of these modules run alone meanwhile, so that they start no collective."""
+    kept = [(m, m._forward_pre_hooks, m._forward_hooks) for m in modules]
+    for module, before, after in kept:
+        module._forward_pre_hooks, module._forward_hooks = type(before)(), type(after)()
+    try:
+        yield
+    finally:
+        for module, before, after in kept:
+            module._forward_pre_hooks, module._forward_hooks = before, after
 
 
 def _is_sharded(p: Tensor) -> bool:
