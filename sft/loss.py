@@ -81,11 +81,9 @@ class Losses:
 
 
 def flow_errors(out: TrainingOutput, batch: PackedBatch, noise_BGC: Tensor) -> Tensor:
-    """[noised tokens] fp32: the mean over channels of (v - (noise - clean))^2, in batch order."""
-    noised = batch.noised_BG
-    return flow_matching_errors(
-        out.velocity_BGC[noised], noise_BGC[noised], batch.latent_BGC[noised]
-    )
+    """[B, G] fp32: the mean over channels of (v - (noise - clean))^2 where noised, else 0."""
+    errors = flow_matching_errors(out.velocity_BGC, noise_BGC, batch.latent_BGC)
+    return torch.where(batch.noised_BG, errors, 0.0)  # no choice by mask: that waits for a GPU
 
 
 def loss(
@@ -170,7 +168,6 @@ class Tally:
         return out
 
 
-@torch.no_grad()
 def tallied(
     out: TrainingOutput,
     batch: PackedBatch,
@@ -182,18 +179,30 @@ def tallied(
 
     Errors: ValueError when a row has another number of examples than kinds.
     """
-    device, width = batch.ids_BU.device, batch.ids_BU.shape[1]
     have = [int(row.max()) + 1 for row in batch.sample_BL.cpu()]
     if have != [len(row) for row in kinds]:
         raise ValueError(f"kinds of {[len(row) for row in kinds]} examples for rows of {have}")
+    width = batch.ids_BU.shape[1]
     table = torch.zeros(len(kinds), max(have), dtype=torch.long)
     for row, names in enumerate(kinds):
         table[row, : len(names)] = torch.tensor([KINDS.index(name) for name in names])
     # padding is example -1; nothing there is scored or noised
-    kind_BL = table.to(device).gather(1, batch.sample_BL.clamp_min(0))
+    kind_BL = table.to(batch.ids_BU.device).gather(1, batch.sample_BL.clamp_min(0))
     kind_S = kind_BL[:, :width].flatten()[batch.score_S]
-    kind_N = kind_BL[:, width:][batch.noised_BG]
-    zero = Tally.zero(device)
+    return tallied_by(out, batch, noise_BGC, times_I, kind_S, kind_BL[:, width:])
+
+
+@torch.no_grad()
+def tallied_by(
+    out: TrainingOutput,
+    batch: PackedBatch,
+    noise_BGC: Tensor,
+    times_I: Tensor,
+    kind_S: Tensor,
+    kind_BG: Tensor,
+) -> Tally:
+    """`tallied` with the kind (place in KINDS) of scored tokens and latents; waits for no GPU."""
+    zero = Tally.zero(batch.ids_BU.device)
     weight = batch.weight_S.to(zero.kinds)
     counted = (weight > 0).to(weight)
     nll = out.ce_S.to(weight)
@@ -201,12 +210,12 @@ def tallied(
         [nll * weight, weight, nll * counted, out.right_S.to(weight) * counted, counted], 1
     )
     by_kind = zero.kinds.clone()
-    by_kind[:, :_ERROR] = by_kind[:, :_ERROR].index_add(0, kind_S, columns)
+    by_kind[:, :_ERROR] = by_kind[:, :_ERROR].index_add(0, kind_S.long(), columns)
     errors = flow_errors(out, batch, noise_BGC).to(weight)
-    pairs = torch.stack([errors, torch.ones_like(errors)], 1)
-    by_kind[:, _ERROR:] = by_kind[:, _ERROR:].index_add(0, kind_N, pairs)
-    if not len(errors):
+    pairs = torch.stack([errors, batch.noised_BG.to(weight)], -1).flatten(0, 1)
+    by_kind[:, _ERROR:] = by_kind[:, _ERROR:].index_add(0, kind_BG.long().flatten(), pairs)
+    if not batch.num_images:
         return Tally(by_kind, zero.times)
-    time_N = times_I.to(device)[batch.image_BG[batch.noised_BG]]
-    bucket = (time_N * TIME_BUCKETS).long().clamp(0, TIME_BUCKETS - 1)
-    return Tally(by_kind, zero.times.index_add(0, bucket, pairs))
+    time_BG = times_I.to(zero.times.device)[batch.image_BG]
+    bucket = (time_BG * TIME_BUCKETS).long().clamp(0, TIME_BUCKETS - 1)
+    return Tally(by_kind, zero.times.index_add(0, bucket.flatten(), pairs))

@@ -20,7 +20,7 @@ What each head sees comes from `agent.views`. A turn or an image with `learn` of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -34,6 +34,7 @@ from umm_reflect.context import ImageSegment, TextSegment
 from umm_reflect.errors import UserError
 from umm_reflect.images import Transforms
 from umm_reflect.packing import Piece
+from umm_reflect.rng import stream_seed
 from umm_reflect.tokens import Tokens
 
 Kind = Literal["controller", "transition", "verifier", "penultimate", "anchor", "whole"]
@@ -271,6 +272,14 @@ def check_release_counts(found: Found) -> None:
 # --- pieces ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class StandIn(ImageSegment):
+    """An image of the right size without pixels (meta tensors): picture `number` of a row."""
+
+    row: Row | None = None
+    number: int = -1
+
+
 @dataclass(frozen=True)
 class Laid:
     """A row as pieces for `packing.pack_row`.
@@ -287,7 +296,8 @@ class Layer:
     """Lays rows out. system_prompt: text for trajectories without one of their own (None: none);
     the release's stored prompts are brought up to date with it.
 
-    edit_view: what a transition is drawn from; "local" is the release's. stand_ins: images without
+    edit_view: what transitions and anchors are drawn from; "local" is the release's. full_view: the
+    share of them, by their uid, that has the full view all the same. stand_ins: images without
     pixels (meta tensors of the right size), to plan packs by length without reading any. One layer
     serves one process; it keeps the ids of system prompts, nothing else.
     """
@@ -299,10 +309,12 @@ class Layer:
         system_prompt: str | None = None,
         weighting: Weighting = "release",
         edit_view: EditView = "local",
+        full_view: float = 0.0,
         stand_ins: bool = False,
     ):
         self.tokens, self.transforms, self.system_prompt = tokens, transforms, system_prompt
-        self.weighting, self.edit_view, self.stand_ins = weighting, edit_view, stand_ins
+        self.weighting, self.edit_view, self.full_view = weighting, edit_view, full_view
+        self.stand_ins = stand_ins
         self._system: dict[str, TextSegment] = {}
 
     def lay(self, row: Row, branch: Branch = "conditional") -> Laid:
@@ -312,8 +324,9 @@ class Layer:
         guidance steers away from. Errors: BadRow for a picture that cannot be used.
         """
         if row.kind == "anchor":
-            seen = Seen(None, self._text(row.record.prompt))
-            return self._drawing(first_image_view(seen, "local"), self._image(row, 0), branch)
+            seen = Seen(self._system_segment(row.record), self._text(row.record.prompt))
+            view = first_image_view(seen, self.view(row))
+            return self._drawing(view, self._image(row, 0), branch)
         if row.kind == "transition":
             return self._transition(row, branch)
         if branch != "conditional":
@@ -324,13 +337,16 @@ class Layer:
         record, target = row.record, self._image(row, row.image)
         asked = row.image if record.planned else row.image - 1  # the turn that asked for it
         # what lies further back is not seen in the local view, and not decoded
-        first = row.image - 1 if self.edit_view == "local" else 0
+        sees = self.view(row)
+        first = row.image - 1 if sees == "local" else 0
         seen, _ = self._seen(record, asked + 1, first=first, row=row)
-        if row.image == 0:
-            view = first_image_view(seen, self.edit_view)
-        else:
-            view = edit_view(seen, self.edit_view)
+        view = edit_view(seen, sees) if row.image else first_image_view(seen, sees)
         return self._drawing(view, target, branch)
+
+    def view(self, row: Row) -> EditView:
+        """What a row that is drawn sees."""
+        lot = stream_seed(0, row.uid, 0, "view") / 2**64 if self.full_view else 1.0
+        return "full" if lot < self.full_view else self.edit_view
 
     def _running(self, row: Row) -> Laid:
         record, whole = row.record, row.kind == "whole"
@@ -400,10 +416,8 @@ class Layer:
         if not (self.stand_ins or hidden):
             return self.transforms.segment(picture.load())
         size = picture.size or ((1, 1) if hidden else picture.examined("headers").size)
-        vae, vit = self.transforms.sizes(*size)
-        return ImageSegment(
-            torch.empty(3, *vae, device="meta"), torch.empty(3, *vit, device="meta")
-        )
+        vae, vit = (torch.empty(3, *s, device="meta") for s in self.transforms.sizes(*size))
+        return StandIn(vae, vit, row=row, number=number)
 
     def _text(self, text: str) -> TextSegment:
         return self.tokens.segment(text, allow_special=False)
@@ -420,9 +434,9 @@ def _halves(image: ImageSegment) -> tuple[list[Piece], list[Droppable | None]]:
     pieces: list[Piece] = []
     kinds: list[Droppable | None] = []
     if image.has_vae:
-        pieces.append(Piece(ImageSegment(image.vae_pixels, None, image.latent)))
+        pieces.append(Piece(replace(image, vit_pixels=None)))
         kinds.append("vae")
     if image.has_vit:
-        pieces.append(Piece(ImageSegment(None, image.vit_pixels)))
+        pieces.append(Piece(replace(image, vae_pixels=None, latent=None)))
         kinds.append("vit")
     return pieces, kinds

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from enum import IntEnum
 from typing import Literal
 
 from umm_reflect.tokens import Tokens
@@ -86,3 +88,30 @@ def _hits(spans: Spans, place: tuple[int, int]) -> list[float]:
 def _first(spans: Spans, place: tuple[int, int]) -> float:
     """By the token's end, so that a token that reaches into the next span belongs there."""
     return next((weight for _, last, weight in spans if place[1] <= last), 1.0)
+
+
+class Decision(IntEnum):
+    """What of a turn a token belongs to."""
+
+    NONE = 0
+    SCORE = 1
+    ACTION = 2
+
+
+_SCORE = re.compile(r"^\[SCORE\][ \t]*([^\n/]+)", re.MULTILINE)
+
+
+def decisions(tokens: Tokens, ids: Sequence[int]) -> list[Decision]:
+    """For each id of a canonical turn whether it is part of its score (without "/10") or action."""
+    text = tokens.decode(ids)
+    again, offsets = tokens.encode_with_offsets(text, allow_special=False)
+    assert tuple(ids) == again, "a turn does not read back as its ids"
+    found = []
+    spans = [
+        (pattern.search(text), what)
+        for pattern, what in ((_SCORE, Decision.SCORE), (_ACTION, Decision.ACTION))
+    ]
+    for start, end in offsets:
+        touched = [w for m, w in spans if m and start < m.end(1) and end > m.start(1)]
+        found.append(touched[0] if touched else Decision.NONE)
+    return found

@@ -208,7 +208,7 @@ def worked() -> tuple[PackedBatch, TrainingOutput, Tensor, Tensor]:
 def test_a_worked_step():
     batch, out, noise, _ = worked()
     assert counts(batch).tolist() == [3.0, 4.0]
-    assert flow_errors(out, batch, noise).tolist() == [1.0, 4.0, 2.0, 0.0]
+    assert flow_errors(out, batch, noise)[batch.noised_BG].tolist() == [1.0, 4.0, 2.0, 0.0]
     got = loss(out, batch, noise, counts(batch), LossSettings(ce_weight=2.0, mse_weight=0.5))
     assert got.ce == pytest.approx((2 * 0.5 + 0 * 7 + 1 * 2) / 3)
     assert got.mse == pytest.approx(7 / 4)

@@ -182,6 +182,8 @@ _EXTRA_OF_MODULE = {
     "datasets": "train",
     "pyarrow": "train",
     "deepspeed": "deepspeed",
+    "tensorboard": "trackers",
+    "wandb": "trackers",
     "gradio": "serve",
     "fastapi": "serve",
     "uvicorn": "serve",

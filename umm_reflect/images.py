@@ -175,14 +175,19 @@ class Transforms:
         """The picture as a context segment; `enters_as` says which blocks it has."""
         if enters_as not in get_args(EntersAs):
             raise ValueError(f"enters_as is {enters_as!r}; choose one of {get_args(EntersAs)}")
+        vae, vit = self.resized(image)
+        return ImageSegment(
+            vae_pixels=to_tensor(vae) if "vae" in enters_as else None,
+            vit_pixels=to_tensor(vit) if "vit" in enters_as else None,
+        )
+
+    def resized(self, image: Image.Image) -> tuple[Image.Image, Image.Image]:
+        """The picture as its latent block takes it, and as its patches are cut from it."""
         image = to_rgb(image)
         vae, vit = self.vae.on_grid(self.latent_stride), self.vit.on_grid(self.vit_patch)
         if self.resize_twice:
             image = vae.resize(image)
-        return ImageSegment(
-            vae_pixels=to_tensor(vae.resize(image)) if "vae" in enters_as else None,
-            vit_pixels=to_tensor(vit.resize(image)) if "vit" in enters_as else None,
-        )
+        return vae.resize(image), vit.resize(image)
 
     def sizes(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """(height, width) of the latent block's pixels and of the patches' for an upright picture.

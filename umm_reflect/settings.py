@@ -51,18 +51,29 @@ _HELP_OF_COMMON_FLAGS = """Also:
 # --- flags ----------------------------------------------------------------------------------------
 
 
-def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
-    """The settings of one run: flag > --config file > default.
+def parse(
+    config_class: type[Config],
+    argv: Sequence[str],
+    prog: str,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Config:
+    """The settings of one run: flag > --config file > preset > default.
 
     config_class: a frozen dataclass (nested dataclasses make dotted flags); docstrings under the
-    fields are their help. Errors: UsageError of one line for anything typed wrongly, in the file
-    too. `--help` and `--show-config` print and raise SystemExit(0).
+    fields are their help. presets: named starting points, chosen by --preset NAME. Errors:
+    UsageError of one line for anything typed wrongly, in the file too. `--help` and `--show-config`
+    print and raise SystemExit(0).
     """
     import tyro
 
-    own, rest = _take_common_flags(argv, prog)
-    default = from_mapping(config_class, load_yaml(own["config"]), own["config"] or "")
-    description = f"{inspect.cleandoc(config_class.__doc__ or '')}\n\n{_HELP_OF_COMMON_FLAGS}"
+    own, rest = _take_common_flags(argv, prog, presets)
+    start = (presets or {}).get(own["preset"], {})
+    given = load_yaml(own["config"])
+    default = from_mapping(config_class, _overlaid(start, given), own["config"] or own["preset"])
+    common = _HELP_OF_COMMON_FLAGS
+    if presets:
+        common += f"\n--preset NAME       a starting point: {', '.join(presets)}"
+    description = f"{inspect.cleandoc(config_class.__doc__ or '')}\n\n{common}"
     said = io.StringIO()
     try:
         with _wide_terminal(unless="-h" in rest or "--help" in rest), redirect_stderr(said):
@@ -82,8 +93,22 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     return config
 
 
-def _take_common_flags(argv: Sequence[str], prog: str) -> tuple[dict[str, Any], list[str]]:
-    own: dict[str, Any] = {"config": None, "show_config": False}
+def _overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Two nested mappings as one; what `above` says counts."""
+    below, above = (
+        _nested({str(key).replace("-", "_"): v for key, v in one.items()}) for one in (below, above)
+    )
+    both = {**below, **above}
+    for key, value in above.items():
+        if isinstance(value, Mapping) and isinstance(below.get(key), Mapping):
+            both[key] = _overlaid(below[key], value)
+    return both
+
+
+def _take_common_flags(
+    argv: Sequence[str], prog: str, presets: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    own: dict[str, Any] = {"config": None, "preset": "", "show_config": False}
     rest: list[str] = []
     words = iter(argv)
     for word in words:
@@ -94,6 +119,12 @@ def _take_common_flags(argv: Sequence[str], prog: str) -> tuple[dict[str, Any], 
             own["config"] = value or next(words, None)
             if not own["config"]:
                 raise UsageError("--config needs a file", f"{prog} --config settings.yaml")
+        elif name == "--preset" and presets:
+            own["preset"] = value or next(words, "")
+            if own["preset"] not in presets:
+                hint = nearest(own["preset"], presets)
+                meant = f"Did you mean '{hint}'?" if hint else f"Choose of {', '.join(presets)}."
+                raise UsageError(f"there is no preset '{own['preset']}'", meant)
         elif word == "--show-config":
             own["show_config"] = True
         elif word != "--debug":  # the command line itself acts on --debug

@@ -1,0 +1,405 @@
+"""What a training process is fed: packs read, laid out and numbered by workers, as one buffer each.
+
+    reader = Reader(rows, planner, frame, config, mixture, loss, seed)  # planner: with stand-ins
+    for parcel in feed(reader, tasks, workers=8, pin=True): ...         # in the order of the tasks
+    batch, times_I, noise_BGC, more = store.batch(parcel)               # sft/latents.py, on a GPU
+
+A task is the packs of one forward; the parcel that comes of it holds all that does not need the
+model: the tokens of `packing.collate`, times and noise of every image, and the pixels of images
+that the device does not have yet. Everything is named by the seed and the number of a row in the
+plan, so a parcel is the same whoever makes it and whenever. A forward without anything to learn
+(fewer packs than processes, only unusable rows) is one empty text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sft.data import BadRow, Rule
+from sft.loss import KINDS, LossSettings
+from sft.mixture import Drawn, Mixture, Pack
+from sft.packs import ImageName, branch_of, drop_segments, image_names
+from sft.rows import Kind, Layer, Row, StandIn
+from sft.weights import Decision, decisions
+from umm_reflect.config import BagelConfig
+from umm_reflect.context import TextSegment
+from umm_reflect.errors import UserError
+from umm_reflect.flow import sample_times
+from umm_reflect.images import Transforms
+from umm_reflect.layout import Frame, latent_grid
+from umm_reflect.packing import Example, PackedBatch, PackedRow, Piece, collate, pack_row
+from umm_reflect.rng import stream
+from umm_reflect.training.flops import Work, work
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+MULTIPLE = 32  # padded tokens of a row: kernels with a mask want multiples of 8
+EMPTY: Example = (Piece(TextSegment(())),)
+WAIT_SECONDS = 600.0  # for a parcel: one large pack takes seconds
+MAX_WORKERS = 16
+
+ImageKey = tuple[str, str, int]  # "anchor" or "", uid, number of the image
+
+
+def image_key(row: Row, number: int) -> ImageKey:
+    """The name of a picture, which rows of several kinds share."""
+    return (
+        "anchor" if row.kind == "anchor" else "",
+        row.uid if row.kind == "anchor" else row.record.uid,
+        number,
+    )
+
+
+# --- what is asked for, and what comes ------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """The packs of one forward. known: for each of their rows, in order, the numbers of images
+    (bit by bit) whose pixels need not be sent. decisions: also say which scored tokens are a score
+    or an action.
+    """
+
+    packs: tuple[Pack, ...]
+    known: tuple[int, ...]
+    decisions: bool = False
+
+
+class Fresh(NamedTuple):
+    """A picture whose pixels are in the buffer: uint8, as "vae i" [H, W, 3] and "vit i" [n, P]."""
+
+    key: ImageKey
+    cells: tuple[int, int]  # rows and columns of its patches
+
+
+@dataclass
+class Parcel:
+    """One forward's worth of packs. Arrays lie in one buffer, so that they travel at once.
+
+    latents, patches: keys of the images of each block, in order; sampled: whether a latent block is
+    a sample of the posterior (its noise is in "posterior"). drawn: all rows, pack by pack.
+    """
+
+    buffer: Tensor
+    fields: dict[str, tuple[str, tuple[int, ...], int]]
+    latents: list[ImageKey]
+    noised: list[bool]
+    sampled: list[bool]
+    patches: list[ImageKey]
+    patch_lengths: list[int]
+    fresh: list[Fresh]
+    counts: tuple[float, float]
+    work: Work
+    drawn: list[Drawn]
+    bad: list[tuple[Drawn, str, Rule, str]]
+
+    def pin_memory(self) -> Parcel:
+        return replace(self, buffer=self.buffer.pin_memory())
+
+    def arrays(self, device: torch.device | str) -> dict[str, Tensor]:
+        """All arrays on the device, as views of one copy of the buffer."""
+        whole = self.buffer.to(device, non_blocking=True)
+        views = {}
+        for name, (dtype, shape, start) in self.fields.items():
+            kind = getattr(torch, dtype)
+            size = int(np.prod(shape)) * kind.itemsize
+            views[name] = whole[start : start + size].view(kind).view(shape)
+        return views
+
+
+def _buffer(arrays: Mapping[str, np.ndarray]) -> tuple[Tensor, dict]:
+    """Arrays one after another at places that every type may begin at."""
+    fields, start = {}, 0
+    for name, array in arrays.items():
+        fields[name] = (str(array.dtype), array.shape, start)
+        start += -(-array.nbytes // 16) * 16
+    whole = np.zeros(start, np.uint8)
+    for array, (_, _, place) in zip(arrays.values(), fields.values(), strict=True):
+        whole[place : place + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    return torch.from_numpy(whole), fields
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Makes parcels. planner: a `Layer` with stand-ins; pictures are opened here, once a parcel.
+
+    Errors of single pictures are in the parcel (`bad`), and its packs go without those rows.
+    """
+
+    def __init__(
+        self,
+        rows: Mapping[Kind, Sequence[Row]],
+        planner: Layer,
+        frame: Frame,
+        config: BagelConfig,
+        mixture: Mixture,
+        loss: LossSettings,
+        seed: int,
+    ):
+        if not planner.stand_ins:
+            raise ValueError("a Reader takes a Layer with stand_ins=True and opens pictures itself")
+        self.rows, self.planner, self.frame, self.config = rows, planner, frame, config
+        self.dropout, self.condition_latents = mixture.dropout, mixture.condition_latents
+        self.shift, self.seed = loss.timestep_shift, seed
+
+    def task(self, packs: Sequence[Pack], have: Mapping[ImageKey, object], **options) -> Task:
+        """The task of these packs, where the images in `have` are on the device already."""
+        known = []
+        for pack in packs:
+            for drawn in pack:
+                row, bits = self.rows[drawn.kind][drawn.index], 0
+                for number in range(len(row.record.images)) if have else ():
+                    bits |= (image_key(row, number) in have) << number
+                known.append(bits)
+        return Task(tuple(packs), tuple(known), **options)
+
+    def __call__(self, task: Task) -> Parcel:
+        known = iter(task.known)
+        fresh: dict[ImageKey, tuple[np.ndarray, np.ndarray, tuple[int, int]]] = {}
+        packed: list[PackedRow] = []
+        used: list[list[Drawn]] = []
+        bad: list[tuple[Drawn, str, Rule, str]] = []
+        for pack in task.packs:
+            examples: list[Example] = []
+            mine: list[Drawn] = []
+            for drawn in pack:
+                bits = next(known)
+                try:
+                    examples.append(self._example(drawn, bits, fresh))
+                    mine.append(drawn)
+                except BadRow as error:
+                    uid = self.rows[drawn.kind][drawn.index].record.uid
+                    bad.append((drawn, uid, error.rule, error.detail))
+            packed.append(pack_row(examples or [EMPTY], self.frame, self.config))
+            used.append(mine)
+        if not packed:
+            packed, used = [pack_row([EMPTY], self.frame, self.config)], [[]]
+        names = [image_names(row, mine) for row, mine in zip(packed, used, strict=True)]
+        return self._parcel(task, packed, used, [n for some in names for n in some], fresh, bad)
+
+    def _example(self, drawn: Drawn, known: int, fresh: dict) -> Example:
+        """The pieces of a row, its pictures opened. Errors: BadRow."""
+        row = self.rows[drawn.kind][drawn.index]
+        generator = stream(self.seed, drawn.number, 0, "dropout")
+        laid = self.planner.lay(row, branch_of(drawn.kind, self.dropout, generator))
+        pieces = laid.pieces
+        if self.dropout.independent:
+            pieces = drop_segments(laid, self.dropout, generator)
+        for piece in pieces:
+            image = piece.segment
+            if piece.dropped or not isinstance(image, StandIn) or known >> image.number & 1:
+                continue
+            key = image_key(row, image.number)
+            if key not in fresh:
+                fresh[key] = opened(row, image.number, self.planner.transforms)
+            if (vae := image.vae_pixels) is not None and fresh[key][0].shape[:2] != vae.shape[1:]:
+                raise BadRow(Rule.IMAGE_CORRUPT, "it has another size than when it was checked")
+        return pieces
+
+    def _parcel(self, task, packed, used, names, fresh, bad) -> Parcel:
+        most = [max(row.sizes[k] for row in packed) for k in (0, 1)]
+        u, g = (-(-size // MULTIPLE) * MULTIPLE for size in most)
+        blocks = [image for row in packed for image in row.vae_images]
+        looks = [image for row in packed for image in row.vit_images]
+        cells = [latent_grid(image, self.config) for image in blocks]
+        lengths = [_patches(image, self.config) for image in looks]
+        # latents and patches are put in on the device: here they are one number wide
+        none = [torch.zeros(rows * columns, 1) for rows, columns in cells]
+        batch = collate(packed, none, [torch.zeros(n, 1) for n in lengths], (u, g))
+        arrays = {
+            name: _small(getattr(batch, name).numpy())
+            for name in PackedBatch.__dataclass_fields__
+            if name not in ("latent_BGC", "patches_VP", "patch_lengths", "num_images")
+        }
+        for name in ("latent_T", "noised_T", "time_I", "noise_TC", "posterior"):
+            arrays[name] = getattr(self, f"_{name}")(packed, batch, names, blocks)
+        arrays |= kinds_of(batch, used)
+        if task.decisions:
+            arrays |= decisions_of(packed, self.planner.tokens)
+        for i, (vae, vit, _) in enumerate(fresh.values()):
+            arrays |= {f"vae {i}": vae, f"vit {i}": vit}
+        buffer, fields = _buffer(arrays)
+        return Parcel(
+            buffer=buffer,
+            fields=fields,
+            latents=[image_key(image.row, image.number) for image in blocks],
+            noised=[name.noised for name in names],
+            sampled=[self._samples(name) for name in names],
+            patches=[image_key(image.row, image.number) for image in looks],
+            patch_lengths=lengths,
+            fresh=[Fresh(key, grid) for key, (_, _, grid) in fresh.items()],
+            counts=(float(batch.weight_S.sum()), float(batch.noised_BG.sum())),
+            work=work(packed),
+            drawn=[drawn for mine in used for drawn in mine],
+            bad=bad,
+        )
+
+    def _samples(self, name: ImageName) -> bool:
+        return name.noised or self.condition_latents == "sampled"
+
+    def _latent_T(self, packed, batch, names, blocks) -> np.ndarray:
+        """[T] flat places row * G + g of all latent tokens, image after image."""
+        width = batch.cell_BG.shape[1]
+        places = [np.arange(len(row.cell_G)) + i * width for i, row in enumerate(packed)]
+        return np.concatenate(places).astype(np.int32)
+
+    def _noised_T(self, packed, batch, names, blocks) -> np.ndarray:
+        """Flat places of those to draw, image after image."""
+        return np.flatnonzero(batch.noised_BG.numpy().ravel()).astype(np.int32)
+
+    def _time_I(self, packed, batch, names, blocks) -> np.ndarray:
+        """[I] the diffusion time of each image, 0 for clean ones; one more where there is none."""
+        times = np.zeros(max(len(names), 1), np.float32)
+        for i, name in enumerate(names):
+            if name.noised:
+                times[i] = sample_times(1, self.shift, name.stream(self.seed, "time")).item()
+        return times
+
+    def _noise_TC(self, packed, batch, names, blocks) -> np.ndarray:
+        """[noised tokens, C] in the order of `noised_T`."""
+        grids = [latent_grid(image, self.config) for image in blocks]
+        width = self.config.latent_dim
+        drawn = [
+            torch.randn(rows * columns, width, generator=name.stream(self.seed, "noise"))
+            for (rows, columns), name in zip(grids, names, strict=True)
+            if name.noised
+        ]
+        return torch.cat(drawn).numpy() if drawn else np.zeros((0, width), np.float32)
+
+    def _posterior(self, packed, batch, names, blocks) -> np.ndarray:
+        """The noise of all latent blocks that are samples, one after another."""
+        vae, drawn = self.config.vae, []
+        for image, name in zip(blocks, names, strict=True):
+            if self._samples(name):
+                sides = (side // vae.downsample for side in image.vae_pixels.shape[1:])
+                generator = name.stream(self.seed, "posterior")
+                drawn.append(torch.randn(vae.z_channels, *sides, generator=generator).flatten())
+        return torch.cat(drawn).numpy() if drawn else np.zeros(0, np.float32)
+
+
+def opened(row: Row, number: int, transforms: Transforms) -> tuple:
+    """A picture as (levels [H, W, 3] for the latents, patches [n, P], rows and columns of those).
+
+    Errors: BadRow for one that cannot be used.
+    """
+    vae, vit = transforms.resized(row.record.images[number].load())
+    patch = transforms.vit_patch
+    rows, columns = vit.height // patch, vit.width // patch
+    levels = np.asarray(vit).reshape(rows, patch, columns, patch, 3).swapaxes(1, 2)
+    return np.asarray(vae), levels.reshape(rows * columns, -1), (rows, columns)
+
+
+def _patches(image: StandIn, config: BagelConfig) -> int:
+    rows, columns = (side // config.vit.patch_size for side in image.vit_pixels.shape[1:])
+    return rows * columns
+
+
+def _small(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.int32) if array.dtype == np.int64 else array
+
+
+def kinds_of(batch: PackedBatch, used: Sequence[Sequence[Drawn]]) -> dict[str, np.ndarray]:
+    """What `loss.tallied` asks: the kind (place in KINDS) of scored tokens and of latents."""
+    table = np.zeros((len(used), max(1, *(len(mine) for mine in used))), np.int8)
+    for i, mine in enumerate(used):
+        table[i, : len(mine)] = [KINDS.index(drawn.kind) for drawn in mine]
+    sample = batch.sample_BL.numpy().clip(0)
+    kind_BL = np.take_along_axis(table, sample, 1)
+    width = batch.ids_BU.shape[1]
+    return {
+        "kind_S": kind_BL[:, :width].ravel()[batch.score_S.numpy()],
+        "kind_BG": np.ascontiguousarray(kind_BL[:, width:]),
+    }
+
+
+def decisions_of(packed: Sequence[PackedRow], tokens) -> dict[str, np.ndarray]:
+    """For each scored token which decision of which turn it is part of: 0 none, 1 score, 2 action;
+    turns are numbered through the batch.
+    """
+    part, turn, turns = [], [], 0
+    for row in packed:
+        scored = np.flatnonzero(row.label_U >= 0)
+        # labels of one turn lie in one block, in order; the last is the end token
+        block = row.block_L[: len(row.ids_U)][scored]
+        for number in dict.fromkeys(block.tolist()):
+            ids = row.label_U[scored[block == number]]
+            parts = decisions(tokens, ids[:-1].tolist())
+            part += [*parts, Decision.NONE]
+            turn += [turns] * len(ids)
+            turns += 1
+    return {"part_S": np.array(part, np.int8), "turn_S": np.array(turn, np.int32)}
+
+
+# --- workers --------------------------------------------------------------------------------------
+
+
+def default_workers(processes: int = 1) -> int:
+    """Workers of one of `processes` on this machine: all cores but one each, at most 16."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(0, min(MAX_WORKERS, (cores or 1) // processes - 1))
+
+
+def feed(
+    reader: Reader, tasks: Iterable[Task], workers: int, *, pin: bool = False, ahead: int = 2
+) -> Iterator[Parcel]:
+    """The parcels of the tasks, in order. workers: processes, each `ahead` tasks ahead; 0: here.
+
+    Tasks are taken as workers get free. Errors: UserError of a worker, or that one died.
+    """
+    if workers == 0:
+        yield from map(reader, tasks)
+        return
+    try:
+        for parcel in _loader(reader, tasks, workers, pin, ahead):
+            if isinstance(parcel, UserError):
+                raise parcel
+            yield parcel
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error) and "DataLoader timed out" not in str(error):
+            raise
+        remedy = "Is there memory left? Try fewer --workers, or 0 to see the error itself."
+        raise UserError(f"a data worker ended: {str(error).splitlines()[0]}", remedy) from error
+
+
+def _loader(
+    reader: Reader, tasks: Iterable[Task], workers: int, pin: bool, ahead: int
+) -> DataLoader:
+    from torch.utils.data import DataLoader
+
+    return DataLoader(
+        _Parcels(reader),
+        sampler=tasks,
+        batch_size=None,
+        collate_fn=_itself,
+        num_workers=workers,
+        prefetch_factor=ahead,
+        pin_memory=pin,
+        timeout=WAIT_SECONDS,
+        multiprocessing_context="fork" if hasattr(os, "fork") else None,
+    )
+
+
+class _Parcels:
+    """The reader as what a DataLoader takes: an index is a task."""
+
+    def __init__(self, reader: Reader):
+        self.reader = reader
+
+    def __getitem__(self, task: Task) -> Parcel | UserError:
+        try:
+            return self.reader(task)
+        except UserError as error:  # a worker's exception would lose its parts on the way
+            return error
+
+
+def _itself(parcel: Parcel) -> Parcel:
+    return parcel
