@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +26,10 @@ from umm_reflect.model import Bagel, compile_operations
 from umm_reflect.packing import PackedBatch, TrainingOutput, training_forward
 from umm_reflect.training.masters import OptimizerSettings, StepReport
 from umm_reflect.training.parts import empty_batch, with_all_parts
-from umm_reflect.training.processes import Processes
+from umm_reflect.training.processes import STRATEGIES, Processes, Strategy
 from umm_reflect.training.sharding import Replicated, Sharded, Whole
 
 __all__ = ["Learner", "OptimizerSettings", "StepReport", "Strategy", "empty_batch"]
-
-Strategy = Literal["auto", "none", "ddp", "fsdp2", "deepspeed"]
 
 
 class TrainStep(nn.Module):
@@ -74,10 +71,10 @@ class Learner:
         compile: bool,  # noqa: A002
         legacy_bf16: bool = False,
     ):
-        if strategy not in get_args(Strategy):
-            raise ValueError(
-                f"strategy is {strategy!r}; choose one of {', '.join(get_args(Strategy))}"
-            )
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy is {strategy!r}; choose one of {', '.join(STRATEGIES)}")
+        if strategy == "none" and processes.world > 1:
+            raise ValueError(f"strategy none is for one process, and there are {processes.world}")
         if strategy == "auto":
             strategy = "none" if processes.world == 1 else "fsdp2"
         self.bagel, self.processes, self.strategy = bagel, processes, strategy

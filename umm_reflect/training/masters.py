@@ -1,6 +1,6 @@
 """fp32 masters, moments and averages of the trainable weights, updated in place, shard by shard.
 
-    masters = Masters(names, parameters, settings, dtype=torch.bfloat16)
+    masters = Masters(names, working, [p.float() for p in working], shapes, settings)
     report = masters.step(gradients, lr_factor)      # waits for no device
 
 A process holds whole tensors or its shards of them; elementwise updates do not care. A parameter
@@ -11,7 +11,7 @@ Muon is that of `optim.py`, on matrices that are gathered for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +23,6 @@ from umm_reflect.training.optim import (
     EMA_WARMUP,
     MUON_MOMENTUM,
     layer_matrices,
-    matrix_shape,
     newton_schulz,
 )
 
@@ -72,47 +71,78 @@ class StepReport:
     applied: Tensor
 
 
+def in_chunks(entries: Iterable[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Neighbouring entries, as many as hold CHUNK numbers together (one that holds more alone)."""
+    chunk: list[int] = []
+    total = 0
+    for i in entries:
+        if chunk and total + sizes[i] > CHUNK:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(i)
+        total += sizes[i]
+    if chunk:
+        yield chunk
+
+
 class Masters:
     """One entry a trainable parameter, in the same order everywhere.
 
-    parameters: what the model computes with, local shards where it is sharded. shapes: of the whole
+    parameters: what the model computes with; masters: fp32, and the same tensors where the model
+    computes with them; local shards of both where they are sharded. shapes: of the whole
     parameters. square_sum: adds up the processes' sums of squares (None: each holds whole tensors).
-    gather, cut: a shard of entry i to the whole tensor and back, for Muon.
+    gather, cut: a stack of shards of one shape to whole matrices and back, for Muon.
     """
 
     def __init__(
         self,
         names: Sequence[str],
         parameters: Sequence[Tensor],
+        masters: Sequence[Tensor],
         shapes: Sequence[torch.Size],
         settings: OptimizerSettings,
         *,
-        masters: Sequence[Tensor],
         square_sum: Callable[[Tensor], Tensor] | None = None,
-        gather: Callable[[int, Tensor], Tensor] | None = None,
-        cut: Callable[[int, Tensor], Tensor] | None = None,
+        gather: Callable[[Tensor, torch.Size], Tensor] | None = None,
+        cut: Callable[[Tensor], Tensor] | None = None,
     ):
         self.names, self.shapes, self.settings = list(names), list(shapes), settings
         self.parameters, self.masters = list(parameters), list(masters)
         self._square_sum, self._gather, self._cut = square_sum, gather, cut
-        like = self.masters
-        device = like[0].device
-        whole = [torch.empty(shape, device="meta") for shape in self.shapes]
-        muon = [
-            settings.name == "muon" and layer_matrices(name, tensor)
-            for name, tensor in zip(self.names, whole, strict=True)
+        self._copied = [
+            i
+            for i, (p, m) in enumerate(zip(self.parameters, self.masters, strict=True))
+            if p.numel() and p.data_ptr() != m.data_ptr()
         ]
-        self._muon = [i for i, by_muon in enumerate(muon) if by_muon]
-        self._adamw = [i for i, by_muon in enumerate(muon) if not by_muon]
+        by_muon: dict[torch.Size, list[int]] = {}
+        rest = []
+        for i, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
+            is_muon = settings.name == "muon" and layer_matrices(
+                name, torch.empty(shape, device="meta")
+            )
+            (by_muon.setdefault(shape, []) if is_muon else rest).append(i)
+        whole = [shape.numel() for shape in self.shapes]
+        self._muon = [chunk for same in by_muon.values() for chunk in in_chunks(same, whole)]
+        self._adamw = [
+            [i for i in rest if (len(self.shapes[i]) >= 2) == decays] for decays in (True, False)
+        ]
         zeros = torch.zeros_like
-        self.momentum = {i: zeros(like[i]) for i in self._muon}
-        self.first = {i: zeros(like[i]) for i in self._adamw}
-        self.second = {i: zeros(like[i]) for i in self._adamw}
-        self.average = None
+        self._stacks = [zeros(torch.stack([self.masters[i] for i in same])) for same in self._muon]
+        self.momentum = {
+            i: view
+            for same, stack in zip(self._muon, self._stacks, strict=True)
+            for i, view in zip(same, stack, strict=True)
+        }
+        self.first = {i: zeros(self.masters[i]) for i in rest}
+        self.second = {i: zeros(self.masters[i]) for i in rest}
+        self.average: list[Tensor] | None = None
         if settings.ema_decay is not None:
-            self.average = [master.float().clone() for master in like]
+            self.average = [master.float().clone() for master in self.masters]
+        device = self.masters[0].device
         self.step_count = torch.zeros((), device=device)
-        self._steps = torch.zeros(len(like), device=device)
+        self._steps = torch.zeros(len(self.masters), device=device)
+        self._step_views = self._steps.unbind()
+        self._fused = device.type in ("cuda", "cpu")
 
     # --- one update -------------------------------------------------------------------------------
 
@@ -126,8 +156,14 @@ class Masters:
         clip = self.settings.clip_norm
         factor = torch.ones_like(norm) if clip is None else (clip / (norm + 1e-6)).clamp(max=1.0)
         factor = torch.where(finite, factor, 1.0)
-        self._adamw_step(grads, lr_factor, 1.0 / factor, 1.0 - go)
-        self._muon_step(grads, lr_factor, factor * go, go)
+        for entries, decays in zip(self._adamw, (True, False), strict=True):
+            some = [i for i in entries if self.masters[i].numel()]
+            if some:
+                decay = self.settings.weight_decay if decays else 0.0
+                rate = self.settings.lr * lr_factor
+                update = self._adamw_fused if self._fused else self._adamw_plain
+                update(some, [grads[i] for i in some], rate, decay, factor, go)
+        self._muon_step(grads, lr_factor, factor, go)
         self.step_count.add_(go)
         self._average_step(go)
         self.publish()
@@ -141,102 +177,80 @@ class Masters:
             squares = torch.zeros((), device=self.step_count.device)
         return (squares if self._square_sum is None else self._square_sum(squares)).sqrt()
 
-    def _adamw_step(
-        self, grads: Sequence[Tensor], lr_factor: float, scale: Tensor, skip: Tensor
+    def _adamw_fused(
+        self, entries: list[int], grads: list[Tensor], rate: float, decay: float, factor, go
     ) -> None:
-        settings = self.settings
-        for decays in (True, False):
-            which = [
-                i
-                for i in self._adamw
-                if (len(self.shapes[i]) >= 2) == decays and self.masters[i].numel()
-            ]
-            if not which:
-                continue
-            steps = self._steps.unbind()
-            adamw(
-                [self.masters[i] for i in which],
-                [grads[i] for i in which],
-                [self.first[i] for i in which],
-                [self.second[i] for i in which],
-                [],
-                [steps[i] for i in which],
-                fused=True,
-                grad_scale=scale,
-                found_inf=skip,
-                amsgrad=False,
-                beta1=settings.betas[0],
-                beta2=settings.betas[1],
-                lr=settings.lr * lr_factor,
-                weight_decay=settings.weight_decay if decays else 0.0,
-                eps=settings.eps,
-                maximize=False,
-            )
+        adamw(
+            [self.masters[i] for i in entries],
+            grads,
+            [self.first[i] for i in entries],
+            [self.second[i] for i in entries],
+            [],
+            [self._step_views[i] for i in entries],
+            fused=True,
+            grad_scale=1.0 / factor,
+            found_inf=1.0 - go,
+            amsgrad=False,
+            beta1=self.settings.betas[0],
+            beta2=self.settings.betas[1],
+            lr=rate,
+            weight_decay=decay,
+            eps=self.settings.eps,
+            maximize=False,
+        )
+
+    def _adamw_plain(
+        self, entries: list[int], grads: list[Tensor], rate: float, decay: float, factor, go
+    ) -> None:
+        """The same on devices without the fused kernel (NPU)."""
+        beta1, beta2 = self.settings.betas
+        for i, grad in zip(entries, grads, strict=True):
+            grad = grad.nan_to_num_(0.0, 0.0, 0.0).mul_(factor)
+            first, second, steps = self.first[i], self.second[i], self._step_views[i]
+            steps.add_(go)
+            first.lerp_(grad, (1 - beta1) * go)
+            second.lerp_(grad.square_(), (1 - beta2) * go)
+            count = steps.clamp(min=1)
+            root = (second / (1 - beta2**count)).sqrt_().add_(self.settings.eps)
+            self.masters[i].mul_(1 - rate * decay * go)
+            self.masters[i].sub_((first / (1 - beta1**count)).div_(root).mul_(rate * go))
 
     def _muon_step(
         self, grads: Sequence[Tensor], lr_factor: float, factor: Tensor, go: Tensor
     ) -> None:
-        rate = self.settings.muon_lr * lr_factor
-        for chunk in self._muon_chunks():
-            pieces = []
-            for i in chunk:
-                grad = grads[i].nan_to_num_(0.0, 0.0, 0.0).mul_(factor)
-                self.momentum[i].lerp_(grad, (1 - MUON_MOMENTUM) * go)
-                piece = grad.lerp_(self.momentum[i], MUON_MOMENTUM)
-                pieces.append(piece if self._gather is None else self._gather(i, piece))
-            rows, columns = matrix_shape(pieces[0])
-            updates = newton_schulz(torch.stack([p.view(rows, columns) for p in pieces]))
-            updates.mul_(max(1.0, rows / columns) ** 0.5)
-            for i, update in zip(chunk, updates, strict=True):
-                update = update.view(self.shapes[i])
-                mine = update if self._cut is None else self._cut(i, update)
-                master = self.masters[i]
-                if self.settings.weight_decay:
-                    master.mul_(1 - rate * self.settings.weight_decay * go)
-                master.sub_(mine * (rate * go))
-
-    def _muon_chunks(self) -> list[list[int]]:
-        """Entries of one shape, as many as are handled at once."""
-        chunks: list[list[int]] = []
-        last: dict[torch.Size, list[int]] = {}
-        for i in self._muon:
-            shape = self.shapes[i]
-            chunk = last.get(shape)
-            if chunk is None or (len(chunk) + 1) * shape.numel() > CHUNK:
-                chunk = last[shape] = []
-                chunks.append(chunk)
-            chunk.append(i)
-        return chunks
+        rate = self.settings.muon_lr * lr_factor * go
+        for same, momentum in zip(self._muon, self._stacks, strict=True):
+            rows, columns = shape = self.shapes[same[0]]
+            grad = torch.stack([grads[i] for i in same]).nan_to_num_(0.0, 0.0, 0.0).mul_(factor)
+            momentum.lerp_(grad, (1 - MUON_MOMENTUM) * go)
+            grad.lerp_(momentum, MUON_MOMENTUM)
+            update = newton_schulz(grad if self._gather is None else self._gather(grad, shape))
+            update = update if self._cut is None else self._cut(update)
+            masters = [self.masters[i] for i in same]
+            if self.settings.weight_decay:
+                torch._foreach_mul_(masters, 1 - rate * self.settings.weight_decay)
+            update = update * (rate * max(1.0, rows / columns) ** 0.5)
+            torch._foreach_sub_(masters, list(update.unbind()))
 
     def _average_step(self, go: Tensor) -> None:
         if self.average is None:
             return
         count = self.step_count
         decay = ((1 + count) / (EMA_WARMUP + count)).clamp(max=self.settings.ema_decay)
-        weight = (1 - decay) * go
-        start = 0
-        while start < len(self.average):
-            end, size = start + 1, self.average[start].numel()
-            while end < len(self.average) and size + self.average[end].numel() <= CHUNK:
-                size += self.average[end].numel()
-                end += 1
-            averages = self.average[start:end]
-            apart = torch._foreach_sub([m.float() for m in self.masters[start:end]], averages)
-            torch._foreach_mul_(apart, weight)
+        sizes = [average.numel() for average in self.average]
+        for some in in_chunks(range(len(sizes)), sizes):
+            averages = [self.average[i] for i in some]
+            apart = torch._foreach_sub([self.masters[i].float() for i in some], averages)
+            torch._foreach_mul_(apart, (1 - decay) * go)
             torch._foreach_add_(averages, apart)
-            start = end
 
     @torch.no_grad()
-    def publish(self, values: Sequence[Tensor] | None = None) -> None:
-        """Masters (or other values) into the working copies."""
-        values = self.masters if values is None else values
-        pairs = [
-            (p, v)
-            for p, v in zip(self.parameters, values, strict=True)
-            if p.data_ptr() != v.data_ptr()
-        ]
-        if pairs:
-            torch._foreach_copy_([p for p, _ in pairs], [v for _, v in pairs])
+    def publish(self) -> None:
+        """Masters into the working copies."""
+        if self._copied:
+            torch._foreach_copy_(
+                [self.parameters[i] for i in self._copied], [self.masters[i] for i in self._copied]
+            )
 
     def values(self, averaged: bool = False) -> list[Tensor]:
         """The masters, or their moving averages. Errors: ValueError where there are none."""
@@ -251,7 +265,7 @@ class Masters:
         """The averages into the working parameters; returns what was there, for `swap_back`."""
         averages = self.values(averaged=True)
         kept = [p.clone() for p in self.parameters]
-        self.publish(averages)
+        torch._foreach_copy_(self.parameters, averages)
         return kept
 
     @torch.no_grad()

@@ -19,6 +19,7 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,9 @@ TIMEOUT = timedelta(minutes=15)
 # How often a process looks whether another has failed, and how long it may go on after that.
 LOOK_SECONDS = 2.0
 GRACE_SECONDS = 10.0
+Strategy = Literal["auto", "none", "ddp", "fsdp2", "deepspeed"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 BACKENDS = {"cuda": "nccl", "npu": "hccl"}
-FAILED = "umm_reflect/failed"
 
 
 @dataclass
@@ -77,9 +79,9 @@ class Processes:
         self.any(False)
 
     def fail(self, why: str) -> None:
-        """Tell the others that this process ends; they end too."""
+        """Tell the others that this process ends; they end too, within a quarter of a minute."""
         if self._watch is not None:
-            self._watch.tell(f"rank {self.rank}: {why}")
+            self._watch.tell(why)
 
     def close(self) -> None:
         """Leave the group. Nothing of a group works after it."""
@@ -93,11 +95,11 @@ class Processes:
         return self
 
     def __exit__(self, kind, error, _trace) -> None:
-        if kind is not None and not (kind is SystemExit and not error.code):
-            self.fail(f"{kind.__name__}: {error}")
-            if self.world > 1:
-                return  # others may wait in a collective: leaving the group would wait for them
-        self.close()
+        if kind is None or (kind is SystemExit and not error.code):
+            self.close()
+            return
+        # the others may wait in a collective: leaving the group would wait for them
+        self.fail(f"{kind.__name__}: {error}")
 
 
 class _Watch:
@@ -106,18 +108,24 @@ class _Watch:
 
     def __init__(self, rank: int):
         self.rank = rank
+        # a launcher that starts everybody again keeps its store
+        self._key = f"umm_reflect/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = _connect()
         self._told = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="failures", daemon=True)
         self._thread.start()
 
-    def tell(self, text: str) -> None:
+    def tell(self, why: str) -> None:
+        """The first that fails is the one that is named."""
         self._told = True
+        mine = f"rank {self.rank}: {why}"[:2000]
         try:
-            _connect().set(FAILED, text[:2000])
+            first = _connect().compare_set(self._key, "", mine).decode()
         except (RuntimeError, dist.DistError) as error:  # the store went with its process
-            print(f"the other processes could not be told ({error})", file=sys.stderr, flush=True)
+            first = f"the process that keeps the run together is gone ({error})"
+        if first != mine:
+            self._say(first)
 
     def stop(self) -> None:
         self._ended.set()
@@ -126,18 +134,18 @@ class _Watch:
     def _look(self) -> None:
         while not self._ended.wait(LOOK_SECONDS):
             try:
-                text = self._store.get(FAILED).decode() if self._store.check([FAILED]) else ""
+                text = self._store.get(self._key).decode() if self._store.check([self._key]) else ""
             except (RuntimeError, dist.DistError):
                 text = "the process that keeps the run together is gone"
-            if text and not self._told:
-                self._end(text)
+            if text:
+                if not self._told and not self._ended.wait(GRACE_SECONDS) and not self._told:
+                    self._say(text)
+                    os._exit(1)
                 return
 
-    def _end(self, text: str) -> None:
-        if self._ended.wait(GRACE_SECONDS):
-            return
+    def _say(self, text: str) -> None:
+        sys.stdout.flush()
         print(f"error: rank {self.rank} ends because of {text}", file=sys.stderr, flush=True)
-        os._exit(1)
 
 
 def _connect() -> dist.TCPStore:
@@ -145,7 +153,7 @@ def _connect() -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=20))
 
 
-def start(strategy: str = "auto", device: str = "auto") -> Processes:
+def start(strategy: Strategy = "auto", device: str = "auto") -> Processes:
     """Join the processes that a launcher started (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
     MASTER_PORT), or be the only one.
 
@@ -158,35 +166,48 @@ def start(strategy: str = "auto", device: str = "auto") -> Processes:
     )
     if not 0 <= rank < world:
         raise UsageError(f"RANK is {rank} and WORLD_SIZE {world}", "Start it through torchrun")
+    if strategy not in STRATEGIES:
+        raise UsageError(f"there is no strategy '{strategy}'", f"One of {', '.join(STRATEGIES)}.")
     if world > 1 and strategy == "none":
         raise UsageError(
             f"strategy none is for one process, and there are {world}", "Choose ddp or fsdp2"
         )
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing and world > 1:
+        raise UsageError(f"{' and '.join(missing)} not set", "Start it through torchrun")
     found = resolve_device(device)
-    if found.index is None and found.type in BACKENDS and world > 1:
+    if found.index is None and found.type in BACKENDS:
         found = _of_local_rank(found.type, local_rank)
-    if found.type in BACKENDS:
         getattr(torch, found.type).set_device(found)
     if world == 1 and strategy in ("auto", "none"):
         return Processes(device=found)
-    backend = BACKENDS.get(found.type, "gloo")
-    if world == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return Processes(device=found)
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise UsageError(f"{' and '.join(missing)} not set", "Start it through torchrun")
-    own = {"device_id": found} if found.type == "cuda" else {}
     try:
-        dist.init_process_group(backend, rank=rank, world_size=world, timeout=TIMEOUT, **own)
-        flags = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        flags = _join(found, rank, world)
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"rank {rank} of {world} could not join the others at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({error})",
+            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} ({error})",
             "See that all are started, with the same address",
         ) from error
+    if world == 1:
+        return Processes(device=found, group=flags)
     return Processes(rank, world, local_rank, found, flags, _Watch(rank))
+
+
+def _join(device: torch.device, rank: int, world: int) -> dist.ProcessGroup:
+    """The default group on the device, and one on the CPU, which is returned."""
+    backend = BACKENDS.get(device.type, "gloo")
+    options: dict = {"device_id": device} if device.type == "cuda" else {}
+    if device.type == "npu" and world > 1:
+        from accelerate import PartialState
+
+        PartialState(timeout=TIMEOUT)  # knows what an NPU's group needs
+    elif world == 1:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
+    else:
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=TIMEOUT, **options)
+    return dist.new_group(backend="gloo", timeout=TIMEOUT)
 
 
 def _number(name: str, default: int) -> int:

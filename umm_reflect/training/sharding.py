@@ -9,14 +9,14 @@ tensor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from umm_reflect.training.masters import Masters, OptimizerSettings, StepReport
+from umm_reflect.training.masters import Masters, OptimizerSettings, StepReport, in_chunks
 from umm_reflect.training.parts import empty_batch, with_all_parts
 from umm_reflect.training.processes import Processes
 
@@ -42,46 +42,51 @@ class Whole:
             p.data = p.data.to(dtype)
         working = [p.detach() for p in self.parameters]
         shapes = [p.shape for p in self.parameters]
-        self.masters = Masters(names, working, shapes, settings, masters=masters)
+        self.masters = Masters(names, working, masters, shapes, settings)
         self.module: nn.Module = step
-        self._sums: list[Tensor] | None = None
-        self._added = False
+        self._apart = any(m.dtype != p.dtype for m, p in zip(masters, working, strict=True))
+        self._sums: list[Tensor] | None = None  # fp32, where torch's own sums are not
+        self._summed: set[int] = set()
 
     def backward(self, loss: Tensor, last: bool) -> None:
         if loss.requires_grad:  # a batch may touch nothing that is trained
             loss.backward()
-        mine = self.masters
-        if any(m.dtype != p.dtype for m, p in zip(mine.masters, self.parameters, strict=True)):
-            self._add([p.grad for p in self.parameters])
-            for p in self.parameters:
-                p.grad = None
+        if self._apart:
+            some = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+            self._add(some, [self.parameters[i].grad for i in some])
+            for i in some:
+                self.parameters[i].grad = None
 
     @torch.no_grad()
-    def _add(self, grads: list[Tensor | None], entries: list[int] | None = None) -> None:
-        """Gradients of some entries (default: of all) into the fp32 sums."""
+    def _add(self, entries: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Gradients of some entries into the fp32 sums."""
         if self._sums is None:
-            self._sums = [torch.zeros_like(master) for master in self.masters.masters]
-        elif not self._added:
-            torch._foreach_zero_(self._sums)
-        self._added = True
-        sums = self._sums if entries is None else [self._sums[i] for i in entries]
-        for total, grad in zip(sums, grads, strict=True):
-            if grad is not None:
-                total.add_(grad)
+            self._sums = [torch.empty_like(master) for master in self.masters.masters]
+        grad = dict(zip(entries, grads, strict=True))
+        for new in (True, False):
+            some = [i for i in entries if (i not in self._summed) == new]
+            for chunk in in_chunks(some, [p.numel() for p in self.parameters]):
+                sums = [self._sums[i] for i in chunk]
+                room = sums if new else [torch.empty_like(total) for total in sums]
+                torch._foreach_copy_(room, [grad[i] for i in chunk])
+                if not new:
+                    torch._foreach_add_(sums, room)
+        self._summed.update(entries)
 
     def step(self, lr_factor: float) -> StepReport:
-        grads = self._gradients()
-        report = self.masters.step(grads, lr_factor)
+        report = self.masters.step(self._gradients(), lr_factor)
         for p in self.parameters:
             p.grad = None
-        self._added = False
+        self._summed.clear()
         return report
 
     def _gradients(self) -> list[Tensor]:
         """This process's part of the sums; zeros for what no batch has touched."""
-        if self._sums is not None:
-            if not self._added:
-                torch._foreach_zero_(self._sums)
+        if self._apart:
+            self._add([], [])
+            untouched = [t for i, t in enumerate(self._sums) if i not in self._summed]
+            if untouched:
+                torch._foreach_zero_(untouched)
             return self._sums
         return [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
 
@@ -140,6 +145,7 @@ class Replicated(Whole):
         from torch.nn.parallel import DistributedDataParallel
 
         super().__init__(step, names, settings, processes, dtype, legacy_bf16)
+        self._apart = True
         for master in self.masters.masters:  # one start for all
             dist.broadcast(master, 0)
         self.masters.publish()
@@ -162,7 +168,7 @@ class Replicated(Whole):
         """DDP hands over a `GradBucket` as soon as the backward pass has made it, and waits for the
         future (it compares annotations as objects, which postponed ones are not)."""
         entries = [self._entry[id(p)] for p in bucket.parameters()]
-        self._add(bucket.gradients(), entries)
+        self._add(entries, bucket.gradients())
         buffer = bucket.buffer()
         if not self._last:
             done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -193,6 +199,7 @@ class Sharded(Whole):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self.processes, self.names, self.dtype = processes, names, dtype
+        self._apart, self._summed = False, set()
         mesh = init_device_mesh(processes.device.type, (processes.world,))
         reduce = dtype if legacy_bf16 else torch.float32
         # rotations and times enter in fp32: inputs are not to be cast
@@ -215,11 +222,11 @@ class Sharded(Whole):
         self.masters = Masters(
             names,
             local,
+            local,
             [p.shape for p in self.parameters],
             settings,
-            masters=local,
             square_sum=processes.sum,
-            gather=self.whole,
+            gather=self._gather,
             cut=self._cut,
         )
 
@@ -232,12 +239,6 @@ class Sharded(Whole):
             torch.zeros_like(master) if p.grad is None else p.grad.to_local()
             for p, master in zip(self.parameters, self.masters.masters, strict=True)
         ]
-
-    def step(self, lr_factor: float) -> StepReport:
-        report = self.masters.step(self._gradients(), lr_factor)
-        for p in self.parameters:
-            p.grad = None
-        return report
 
     def whole(self, entry: int, part: Tensor) -> Tensor:
         return self.saved(entry, part).full_tensor()
@@ -255,11 +256,20 @@ class Sharded(Whole):
             stride=like.stride(),
         )
 
-    def _cut(self, entry: int, whole: Tensor) -> Tensor:
-        """This process's slice of a whole tensor."""
-        parts = whole.chunk(self.processes.world)
+    def _gather(self, stack: Tensor, shape: torch.Size) -> Tensor:
+        """[n, rows here, columns] → [n, all rows, columns]."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        whole = torch.Size((len(stack), *shape))
+        strides = torch.empty(whole, device="meta").stride()
+        options = {"run_check": False, "shape": whole, "stride": strides}
+        return DTensor.from_local(stack, self._mesh, [Shard(1)], **options).full_tensor()
+
+    def _cut(self, stack: Tensor) -> Tensor:
+        """This process's rows of a stack of whole matrices."""
+        parts = stack.chunk(self.processes.world, dim=1)
         rank = self.processes.rank
-        return parts[rank] if rank < len(parts) else whole[:0]
+        return parts[rank] if rank < len(parts) else stack[:, :0]
 
     def frozen(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if _is_sharded(tensor) else tensor  # buffers are whole
