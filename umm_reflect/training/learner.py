@@ -77,6 +77,8 @@ class Learner:
             raise ValueError(f"strategy none is for one process, and there are {processes.world}")
         if strategy == "auto":
             strategy = "none" if processes.world == 1 else "fsdp2"
+        if strategy != "none" and processes.group is None:
+            raise ValueError(f"strategy {strategy} needs a group: processes = start({strategy!r})")
         self.bagel, self.processes, self.strategy = bagel, processes, strategy
         self.settings = optimizer
         self.trainable = [name for name, p in bagel.named_parameters() if p.requires_grad]
