@@ -82,6 +82,7 @@ class DeepSpeed:
             raise UsageError(f"deepspeed is set to ZeRO-{self.stage}", "Choose stage 2 or 3")
         plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": 1,
+            "train_batch_size": self.processes.world,  # accelerate counts none on a CPU
             "gradient_accumulation_steps": 1,  # `backward` says where an update ends
             "communication_data_type": "fp32",
             "data_types": {"grad_accum_dtype": "fp32"},
