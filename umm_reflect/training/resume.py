@@ -17,8 +17,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -34,6 +37,8 @@ ABOUT = "about.json"
 NAME = re.compile(r"step-(\d{7,})")
 WRITING, REMOVING = ".writing-", ".removing-"
 RANDOM = "random"
+# What a damaged file ends in, in one of the readers.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, UnpicklingError)
 
 
 def save_resume(
@@ -87,12 +92,20 @@ def _write(aside: Path, learner: Learner) -> None:
     state = learner.state_dict()
     for kind, tensor in random_states().items():
         state[f"{RANDOM}/{processes.rank}/{kind}"] = tensor
-    writer = dcp.FileSystemWriter(aside)
-    dcp.save(state, storage_writer=writer, **_group(processes))
+    with _quiet():
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(aside), **_group(processes))
 
 
 def _group(processes: Processes) -> dict[str, Any]:
     return {"no_dist": True} if processes.world == 1 else {"process_group": processes.group}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's remark that one process saves alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _on_main(processes: Processes, action: Callable[[], None], folder: Path) -> None:
@@ -166,10 +179,11 @@ def load_resume(folder: str | Path, learner: Learner) -> tuple[int, dict[str, An
         }
         random = _random_to_load(saved, processes)
         _check(path, learner.state_shapes(), saved)
-        dcp.load({**state, **random}, storage_reader=reader, **_group(processes))
+        with _quiet():
+            dcp.load({**state, **random}, storage_reader=reader, **_group(processes))
     except CheckpointError:
         raise
-    except (OSError, ValueError, KeyError, EOFError, dcp.CheckpointException) as error:
+    except (*UNREADABLE, dcp.CheckpointException) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"the state {path} cannot be read ({text})", "Remove that folder to take the one before"
