@@ -1,7 +1,7 @@
-"""What a training process is fed: packs read, laid out and numbered by workers, as one buffer each.
+"""What a training process is fed: packs that are read, laid out and numbered, as one buffer each.
 
     reader = Reader(rows, planner, frame, config, mixture, loss, seed)  # planner: with stand-ins
-    for parcel in feed(reader, tasks, workers=8, pin=True): ...         # in the order of the tasks
+    parcel = reader(reader.task(packs, have={}))                        # sft/feed.py: by workers
     batch, times_I, noise_BGC, more = store.batch(parcel)               # sft/latents.py, on a GPU
 
 A task is the packs of one forward; the parcel that comes of it holds all that does not need the
@@ -13,24 +13,22 @@ plan, so a parcel is the same whoever makes it and whenever. A forward without a
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sft.data import BadRow, Rule
 from sft.loss import KINDS, LossSettings
 from sft.mixture import Drawn, Mixture, Pack
 from sft.packs import ImageName, branch_of, drop_segments, image_names
+from sft.pictures import BadRow, Rule
 from sft.rows import Kind, Layer, Row, StandIn
 from sft.weights import Decision, decisions
 from umm_reflect.config import BagelConfig
 from umm_reflect.context import TextSegment
-from umm_reflect.errors import UserError
 from umm_reflect.flow import sample_times
 from umm_reflect.images import Transforms
 from umm_reflect.layout import Frame, latent_grid
@@ -38,13 +36,8 @@ from umm_reflect.packing import Example, PackedBatch, PackedRow, Piece, collate,
 from umm_reflect.rng import stream
 from umm_reflect.training.flops import Work, work
 
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
 MULTIPLE = 32  # padded tokens of a row: kernels with a mask want multiples of 8
 EMPTY: Example = (Piece(TextSegment(())),)
-WAIT_SECONDS = 600.0  # for a parcel: one large pack takes seconds
-MAX_WORKERS = 16
 
 ImageKey = tuple[str, str, int]  # "anchor" or "", uid, number of the image
 
@@ -73,10 +66,13 @@ class Task(NamedTuple):
 
 
 class Fresh(NamedTuple):
-    """A picture whose pixels are in the buffer: uint8, as "vae i" [H, W, 3] and "vit i" [n, P]."""
+    """Pictures of one size whose pixels are in the buffer. cells: rows and columns of patches.
 
-    key: ImageKey
-    cells: tuple[int, int]  # rows and columns of its patches
+    The i-th of these groups is "vae i" [pictures, H, W, 3] and "vit i" [pictures, n, P], uint8.
+    """
+
+    keys: tuple[ImageKey, ...]
+    cells: tuple[int, int]
 
 
 @dataclass
@@ -88,7 +84,7 @@ class Parcel:
     """
 
     buffer: Tensor
-    fields: dict[str, tuple[str, tuple[int, ...], int]]
+    fields: dict[str, tuple[str, tuple[int, ...], int, int]]
     latents: list[ImageKey]
     noised: list[bool]
     sampled: list[bool]
@@ -107,10 +103,8 @@ class Parcel:
         """All arrays on the device, as views of one copy of the buffer."""
         whole = self.buffer.to(device, non_blocking=True)
         views = {}
-        for name, (dtype, shape, start) in self.fields.items():
-            kind = getattr(torch, dtype)
-            size = int(np.prod(shape)) * kind.itemsize
-            views[name] = whole[start : start + size].view(kind).view(shape)
+        for name, (dtype, shape, start, end) in self.fields.items():
+            views[name] = whole[start:end].view(getattr(torch, dtype)).view(shape)
         return views
 
 
@@ -118,11 +112,11 @@ def _buffer(arrays: Mapping[str, np.ndarray]) -> tuple[Tensor, dict]:
     """Arrays one after another at places that every type may begin at."""
     fields, start = {}, 0
     for name, array in arrays.items():
-        fields[name] = (str(array.dtype), array.shape, start)
+        fields[name] = (str(array.dtype), array.shape, start, start + array.nbytes)
         start += -(-array.nbytes // 16) * 16
     whole = np.zeros(start, np.uint8)
-    for array, (_, _, place) in zip(arrays.values(), fields.values(), strict=True):
-        whole[place : place + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    for array, (*_, first, end) in zip(arrays.values(), fields.values(), strict=True):
+        whole[first:end] = np.ascontiguousarray(array).view(np.uint8).ravel()
     return torch.from_numpy(whole), fields
 
 
@@ -165,24 +159,23 @@ class Reader:
     def __call__(self, task: Task) -> Parcel:
         known = iter(task.known)
         fresh: dict[ImageKey, tuple[np.ndarray, np.ndarray, tuple[int, int]]] = {}
-        packed: list[PackedRow] = []
-        used: list[list[Drawn]] = []
+        examples: list[list[tuple[Drawn, Example]]] = []
         bad: list[tuple[Drawn, str, Rule, str]] = []
         for pack in task.packs:
-            examples: list[Example] = []
-            mine: list[Drawn] = []
+            examples.append([])
             for drawn in pack:
                 bits = next(known)
                 try:
-                    examples.append(self._example(drawn, bits, fresh))
-                    mine.append(drawn)
+                    examples[-1].append((drawn, self._example(drawn, bits, fresh)))
                 except BadRow as error:
                     uid = self.rows[drawn.kind][drawn.index].record.uid
                     bad.append((drawn, uid, error.rule, error.detail))
-            packed.append(pack_row(examples or [EMPTY], self.frame, self.config))
-            used.append(mine)
-        if not packed:
-            packed, used = [pack_row([EMPTY], self.frame, self.config)], [[]]
+        examples = levelled(examples, self.config) if len(examples) > 1 else examples or [[]]
+        used = [[drawn for drawn, _ in row] for row in examples]
+        packed = [
+            pack_row([example for _, example in row] or [EMPTY], self.frame, self.config)
+            for row in examples
+        ]
         names = [image_names(row, mine) for row, mine in zip(packed, used, strict=True)]
         return self._parcel(task, packed, used, [n for some in names for n in some], fresh, bad)
 
@@ -220,70 +213,104 @@ class Reader:
             for name in PackedBatch.__dataclass_fields__
             if name not in ("latent_BGC", "patches_VP", "patch_lengths", "num_images")
         }
-        for name in ("latent_T", "noised_T", "time_I", "noise_TC", "posterior"):
-            arrays[name] = getattr(self, f"_{name}")(packed, batch, names, blocks)
+        sampled = [name.noised or self.condition_latents == "sampled" for name in names]
+        arrays |= self._draws(names, blocks, cells, sampled)
+        width = batch.cell_BG.shape[1]
+        places = [np.arange(len(row.cell_G)) + i * width for i, row in enumerate(packed)]
+        arrays["latent_T"] = np.concatenate(places).astype(np.int32)
+        arrays["noised_T"] = np.flatnonzero(batch.noised_BG.numpy().ravel()).astype(np.int32)
         arrays |= kinds_of(batch, used)
         if task.decisions:
             arrays |= decisions_of(packed, self.planner.tokens)
-        for i, (vae, vit, _) in enumerate(fresh.values()):
-            arrays |= {f"vae {i}": vae, f"vit {i}": vit}
+        sizes: dict[tuple, list[ImageKey]] = {}
+        for key, (vae, _, cells) in fresh.items():
+            sizes.setdefault((vae.shape, cells), []).append(key)
+        for i, keys in enumerate(sizes.values()):
+            for place, name in enumerate(("vae", "vit")):
+                arrays[f"{name} {i}"] = np.stack([fresh[key][place] for key in keys])
         buffer, fields = _buffer(arrays)
         return Parcel(
             buffer=buffer,
             fields=fields,
             latents=[image_key(image.row, image.number) for image in blocks],
             noised=[name.noised for name in names],
-            sampled=[self._samples(name) for name in names],
+            sampled=sampled,
             patches=[image_key(image.row, image.number) for image in looks],
             patch_lengths=lengths,
-            fresh=[Fresh(key, grid) for key, (_, _, grid) in fresh.items()],
+            fresh=[Fresh(tuple(keys), cells) for (_, cells), keys in sizes.items()],
             counts=(float(batch.weight_S.sum()), float(batch.noised_BG.sum())),
             work=work(packed),
             drawn=[drawn for mine in used for drawn in mine],
             bad=bad,
         )
 
-    def _samples(self, name: ImageName) -> bool:
-        return name.noised or self.condition_latents == "sampled"
+    def _draws(
+        self,
+        names: Sequence[ImageName],
+        blocks: Sequence[StandIn],
+        cells: Sequence[tuple[int, int]],
+        sampled: Sequence[bool],
+    ) -> dict[str, np.ndarray]:
+        """What is drawn by lot for each latent block.
 
-    def _latent_T(self, packed, batch, names, blocks) -> np.ndarray:
-        """[T] flat places row * G + g of all latent tokens, image after image."""
-        width = batch.cell_BG.shape[1]
-        places = [np.arange(len(row.cell_G)) + i * width for i, row in enumerate(packed)]
-        return np.concatenate(places).astype(np.int32)
-
-    def _noised_T(self, packed, batch, names, blocks) -> np.ndarray:
-        """Flat places of those to draw, image after image."""
-        return np.flatnonzero(batch.noised_BG.numpy().ravel()).astype(np.int32)
-
-    def _time_I(self, packed, batch, names, blocks) -> np.ndarray:
-        """[I] the diffusion time of each image, 0 for clean ones; one more where there is none."""
+        time_I: diffusion times, 0 where clean (one more where there is no block). noise_TC: of
+        latents to draw, block after block. posterior: of the blocks `sampled_K`, likewise.
+        """
+        vae, width = self.config.vae, self.config.latent_dim
         times = np.zeros(max(len(names), 1), np.float32)
-        for i, name in enumerate(names):
+        noise, posterior = [torch.zeros(0, width)], [torch.zeros(0)]
+        for i, (name, block, (rows, columns)) in enumerate(zip(names, blocks, cells, strict=True)):
             if name.noised:
                 times[i] = sample_times(1, self.shift, name.stream(self.seed, "time")).item()
-        return times
-
-    def _noise_TC(self, packed, batch, names, blocks) -> np.ndarray:
-        """[noised tokens, C] in the order of `noised_T`."""
-        grids = [latent_grid(image, self.config) for image in blocks]
-        width = self.config.latent_dim
-        drawn = [
-            torch.randn(rows * columns, width, generator=name.stream(self.seed, "noise"))
-            for (rows, columns), name in zip(grids, names, strict=True)
-            if name.noised
-        ]
-        return torch.cat(drawn).numpy() if drawn else np.zeros((0, width), np.float32)
-
-    def _posterior(self, packed, batch, names, blocks) -> np.ndarray:
-        """The noise of all latent blocks that are samples, one after another."""
-        vae, drawn = self.config.vae, []
-        for image, name in zip(blocks, names, strict=True):
-            if self._samples(name):
-                sides = (side // vae.downsample for side in image.vae_pixels.shape[1:])
+                generator = name.stream(self.seed, "noise")
+                noise.append(torch.randn(rows * columns, width, generator=generator))
+            if sampled[i]:
+                sides = (side // vae.downsample for side in block.vae_pixels.shape[1:])
                 generator = name.stream(self.seed, "posterior")
-                drawn.append(torch.randn(vae.z_channels, *sides, generator=generator).flatten())
-        return torch.cat(drawn).numpy() if drawn else np.zeros(0, np.float32)
+                drawn = torch.randn(vae.z_channels, *sides, generator=generator)
+                posterior.append(drawn.flatten())
+        return {
+            "time_I": times,
+            "noise_TC": torch.cat(noise).numpy(),
+            "posterior": torch.cat(posterior).numpy(),
+            "sampled_K": np.flatnonzero(sampled).astype(np.int32),
+        }
+
+
+def levelled(
+    packs: Sequence[Sequence[tuple[Drawn, Example]]], config: BagelConfig
+) -> list[list[tuple[Drawn, Example]]]:
+    """The examples of packs that run side by side, spread so that all get about as many tokens of
+    each expert: less is padded, and nothing else changes, as examples never see each other.
+    """
+    some = [one for pack in packs for one in pack]
+    sizes = np.array([expert_tokens(example, config) for _, example in some]).reshape(-1, 2)
+    # a mean of 1 a pack and expert, so that both count alike
+    load = sizes * (len(packs) / sizes.sum(0).clip(1))
+    filled, rows = np.zeros((len(packs), 2)), [[] for _ in packs]
+    for i in np.argsort(-load.sum(1), kind="stable").tolist():
+        row = int((filled + load[i]).max(1).argmin())
+        filled[row] += load[i]
+        rows[row].append(some[i])
+    return rows
+
+
+def expert_tokens(example: Example, config: BagelConfig) -> tuple[int, int]:
+    """How many tokens of the understanding and of the generation expert an example has."""
+    und = gen = 0
+    for piece in example:
+        image = piece.segment
+        if piece.dropped:
+            continue
+        if isinstance(image, TextSegment):
+            und += len(image.ids) + 2
+            continue
+        if image.vae_pixels is not None:
+            rows, columns = latent_grid(image, config)
+            und, gen = und + 2, gen + rows * columns
+        if image.vit_pixels is not None and not piece.learn:
+            und += _patches(image, config) + 2
+    return und, gen
 
 
 def opened(row: Row, number: int, transforms: Transforms) -> tuple:
@@ -337,69 +364,3 @@ def decisions_of(packed: Sequence[PackedRow], tokens) -> dict[str, np.ndarray]:
             turn += [turns] * len(ids)
             turns += 1
     return {"part_S": np.array(part, np.int8), "turn_S": np.array(turn, np.int32)}
-
-
-# --- workers --------------------------------------------------------------------------------------
-
-
-def default_workers(processes: int = 1) -> int:
-    """Workers of one of `processes` on this machine: all cores but one each, at most 16."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(0, min(MAX_WORKERS, (cores or 1) // processes - 1))
-
-
-def feed(
-    reader: Reader, tasks: Iterable[Task], workers: int, *, pin: bool = False, ahead: int = 2
-) -> Iterator[Parcel]:
-    """The parcels of the tasks, in order. workers: processes, each `ahead` tasks ahead; 0: here.
-
-    Tasks are taken as workers get free. Errors: UserError of a worker, or that one died.
-    """
-    if workers == 0:
-        yield from map(reader, tasks)
-        return
-    try:
-        for parcel in _loader(reader, tasks, workers, pin, ahead):
-            if isinstance(parcel, UserError):
-                raise parcel
-            yield parcel
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error) and "DataLoader timed out" not in str(error):
-            raise
-        remedy = "Is there memory left? Try fewer --workers, or 0 to see the error itself."
-        raise UserError(f"a data worker ended: {str(error).splitlines()[0]}", remedy) from error
-
-
-def _loader(
-    reader: Reader, tasks: Iterable[Task], workers: int, pin: bool, ahead: int
-) -> DataLoader:
-    from torch.utils.data import DataLoader
-
-    return DataLoader(
-        _Parcels(reader),
-        sampler=tasks,
-        batch_size=None,
-        collate_fn=_itself,
-        num_workers=workers,
-        prefetch_factor=ahead,
-        pin_memory=pin,
-        timeout=WAIT_SECONDS,
-        multiprocessing_context="fork" if hasattr(os, "fork") else None,
-    )
-
-
-class _Parcels:
-    """The reader as what a DataLoader takes: an index is a task."""
-
-    def __init__(self, reader: Reader):
-        self.reader = reader
-
-    def __getitem__(self, task: Task) -> Parcel | UserError:
-        try:
-            return self.reader(task)
-        except UserError as error:  # a worker's exception would lose its parts on the way
-            return error
-
-
-def _itself(parcel: Parcel) -> Parcel:
-    return parcel

@@ -5,9 +5,9 @@
     for violation in found.violations: ...      # every rule that a row breaks; it is left out then
     train, held_out = split(found.records, 0.02)
 
-Three schemas read into one `Record`: the release's Parquet (data_release.py), JSONL with pictures
-beside it and the agent's own traces (both data_own.py). A record says what a trajectory says, image
-number k being the k-th picture (the user's or the first one is 0):
+Schemas that read into one `Record`: the release's Parquet (data_release.py), our own as JSONL with
+pictures beside it or as Parquet, and the agent's traces (all data_own.py). A record says what a
+trajectory says, image number k being the k-th picture (the user's or the first one is 0):
 
     first turn comes ...         turn r looks at     turn r draws
     before image 0 (`planned`)   image r - 1         image r
@@ -17,68 +17,26 @@ number k being the k-th picture (the user's or the first one is 0):
 from __future__ import annotations
 
 import hashlib
-import io
 import re
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from tqdm import tqdm
 
 from agent.types import Reflection, Seen
 from agent.views import current
+from sft.pictures import BadRow, ImageCheck, Picture, Problem, Rule
 from umm_reflect.context import TextSegment
 from umm_reflect.errors import UserError
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 Task = Literal["t2i", "edit"]
-ImageCheck = Literal["decode", "headers", "none"]
-
-MAX_SIDE = 8192  # pixels; more is no picture to learn from, and 20,000 px would fill the memory
 _SURROGATE = re.compile("[\ud800-\udfff]")  # no tokenizer can read it
 MAX_BAD = 0.01  # share of the rows that may be left out before a run refuses to start
-
-
-class Rule(StrEnum):
-    """What a row must keep. The value is the name that `umm-reflect data check` prints."""
-
-    UNREADABLE = "unreadable"  # no JSON, a missing field, a value of another type
-    UNKNOWN_KEY = "unknown_key"
-    UID = "uid"  # empty, or used by an earlier row
-    TASK = "task"  # neither t2i nor edit
-    PROMPT = "prompt"  # empty
-    SYSTEM_PROMPT = "system_prompt"  # of another version, or without its format sentence
-    LENGTHS = "lengths"  # the lists of a row do not have one length, or the counts differ
-    IMAGE_PRESENCE = "image_presence"  # name, hash and size of an image disagree, or it is not due
-    SOURCE_STEP = "source_step"  # the source of an editing task is not as it must be
-    ROUND = "round"
-    SOURCE_REFERENCE = "source_reference"  # not the image that is current
-    ROLE = "role"
-    ACTION = "action"  # unknown, or the text says another one
-    LAST_NOT_DONE = "last_not_done"  # a trajectory ends with exactly one done
-    NO_IMAGE = "no_image"  # nothing was drawn
-    LOSS_FLAG = "loss_flag"  # not exactly at the last image that was drawn
-    TEXT = "text"  # a turn is not of the protocol; the detail begins with the protocol's code
-    PAYLOAD = "payload"  # the text's edit is not the one that the row holds, nor its beginning
-    PLAN = "plan"  # the milestones of a planned progression
-    MALFORMED_TURN = "malformed_turn"  # a trace holds a turn that the agent could not read
-    IMAGE_MISSING = "image_missing"
-    IMAGE_CORRUPT = "image_corrupt"
-    IMAGE_TOO_LARGE = "image_too_large"
-    IMAGE_HASH = "image_hash"
-    PATH = "path"  # absolute, or outside the folder of the data
-    ANCHOR = "anchor"  # disagrees with the list of allowed anchors
-
-
-Problem = tuple[Rule, str]
 
 
 @dataclass(frozen=True)
@@ -92,14 +50,6 @@ class Violation:
 
     def __str__(self) -> str:
         return f"{self.where} ({self.uid or 'no uid'}): {self.rule}: {self.detail}"
-
-
-class BadRow(UserError):
-    """A row (or the image of one) that cannot be used, with the rule that it breaks."""
-
-    def __init__(self, rule: Rule, detail: str):
-        super().__init__(f"an image cannot be used: {rule}: {detail}", "See umm-reflect data check")
-        self.rule, self.detail = rule, detail
 
 
 @dataclass(frozen=True)
@@ -117,109 +67,12 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """Where the bytes of an image are; they are read anew each time.
-
-    file: an image file, or with `cell` a Parquet file: (row group, row in it, place in the list).
-    data: the bytes themselves, where they came over the wire or with their row.
-    size: (height, width), upright, once it was examined.
-    """
-
-    file: str = ""
-    cell: tuple[int, int, int] | None = None
-    sha256: str = ""
-    learn: bool = True
-    data: bytes | None = None
-    size: tuple[int, int] | None = None
-
-    def read(self) -> bytes:
-        """The encoded bytes. Errors: OSError for a missing file, ValueError for an empty cell."""
-        if self.data is not None:
-            return self.data
-        if self.cell is None:
-            return Path(self.file).read_bytes()
-        group, row, place = self.cell
-        value = image_column(self.file, group)[row][place].as_py()
-        value = value.get("bytes") if isinstance(value, dict) else value
-        if not value:
-            raise ValueError("the cell is empty")
-        return value
-
-    def load(self) -> Image:
-        """The decoded picture, upright, RGB. Errors: BadRow with the rule that it breaks."""
-        from umm_reflect.images import load_image
-
-        data, _ = self._checked()
-        try:
-            return load_image(data)
-        except UserError as error:
-            raise BadRow(Rule.IMAGE_CORRUPT, error.what) from None
-
-    def examined(self, check: ImageCheck) -> Picture:
-        """Itself with its size noted, without bytes that lie on the disk. "headers": hash and size
-        are checked; "decode": every pixel too.
-
-        Errors: BadRow with the rule that it breaks.
-        """
-        if check == "none":
-            return self
-        if check == "decode":
-            self.load()
-        size = self._checked()[1]
-        return replace(self, size=size, data=None if self.cell else self.data)
-
-    def _checked(self) -> tuple[bytes, tuple[int, int]]:
-        """The bytes and (height, width), once hash and size are right."""
-        from PIL import Image
-
-        try:
-            data = self.read()
-        except (OSError, ValueError, IndexError) as error:
-            why = "does not exist" if isinstance(error, FileNotFoundError) else str(error)
-            raise BadRow(Rule.IMAGE_MISSING, f"{Path(self.file).name} {why}") from None
-        if self.sha256 and hashlib.sha256(data).hexdigest() != self.sha256:
-            raise BadRow(Rule.IMAGE_HASH, f"{len(data)} bytes with another sha256 than is noted")
-        try:
-            height, width = upright_size(data)
-        except Image.DecompressionBombError as error:
-            raise BadRow(Rule.IMAGE_TOO_LARGE, str(error).split(",")[0]) from None
-        except (OSError, SyntaxError, ValueError) as error:
-            raise BadRow(Rule.IMAGE_CORRUPT, str(error).replace("\n", " ")[:200]) from None
-        if max(height, width) > MAX_SIDE:
-            what = f"{width}x{height} px; at most {MAX_SIDE} a side"
-            raise BadRow(Rule.IMAGE_TOO_LARGE, what)
-        return data, (height, width)
-
-
-def upright_size(data: bytes) -> tuple[int, int]:
-    """(height, width) of an encoded image after it is turned upright, from its header."""
-    from PIL import ExifTags, Image
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        with Image.open(io.BytesIO(data)) as image:
-            on_its_side = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
-            return image.size if on_its_side else (image.height, image.width)
-
-
-@lru_cache(maxsize=2)
-def image_column(file: str, group: int):
-    """The images of one row group, all in memory; the last two groups are kept.
-
-    For one image out of many. A scan takes images with their rows, a few at a time.
-    """
-    from pyarrow.parquet import ParquetFile
-
-    with ParquetFile(file) as parquet:
-        return parquet.read_row_group(group, columns=["step_image_list"])["step_image_list"]
-
-
-@dataclass(frozen=True)
 class Record:
     """One trajectory (or, without turns, an anchor: a prompt and an image).
 
-    planned: the first turn comes before image 0. system_prompt: as stored; None takes the one of
-    the run. subtype, plan, payload_sources: what the release says of its rows.
+    planned: the first turn comes before image 0. open: it may end with an edit that was not drawn.
+    system_prompt: as stored; None takes the one of the run. subtype, plan, payload_sources: what
+    the release says of its rows.
     """
 
     uid: str
@@ -232,6 +85,7 @@ class Record:
     subtype: str = ""
     plan: str = ""
     payload_sources: tuple[str, ...] = ()
+    open: bool = False
 
     @property
     def first_drawn(self) -> int:
@@ -305,26 +159,54 @@ class Quarantine:
 
 
 def scan(
-    source: str | Path, images: ImageCheck = "decode", workers: int = 1
+    source: str | Path, images: ImageCheck = "decode", workers: int = 1, processes: int = 0
 ) -> Iterator[tuple[Reading, bool]]:
     """Each row of a dataset in order, and whether it is an anchor.
 
     workers: threads that read and decode images (a few rows ahead, so little is in memory).
+    processes: that share the files of our own Parquet schema; texts then arrive file by file.
     Errors: UserError for a folder that is no dataset, or a file that cannot be read at all.
     """
     uids: dict[tuple[bool, str], str] = {}
+    for reading, anchor in _examined_readings(source, images, workers, processes):
+        where, uid, _, problems = reading
+        first = uids.setdefault((anchor, uid), where)
+        if uid and first != where:
+            problems.append((Rule.UID, f"{first} has the same uid"))
+            reading = (where, uid, None, problems)
+        yield reading, anchor
+
+
+def _examined_readings(
+    source: str | Path, images: ImageCheck, workers: int, processes: int
+) -> Iterator[tuple[Reading, bool]]:
+    files = parquet_files(Path(source))
+    if processes > 1 and len(files) > 1:
+        examined = partial(_examined_file, images=images)
+        with ProcessPoolExecutor(min(processes, len(files))) as pool:
+            for some in pool.map(examined, files):
+                yield from some
+        return
     with ThreadPoolExecutor(max(workers, 1)) as pool:
         waiting: deque[Future] = deque()
         for reading, anchor in _readings(source, images != "none"):
-            where, uid, _, problems = reading
-            first = uids.setdefault((anchor, uid), where)
-            if uid and first != where:
-                problems.append((Rule.UID, f"{first} has the same uid"))
             waiting.append(pool.submit(_examined, reading, anchor, images))
             if len(waiting) > 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+def _examined_file(path: Path, images: ImageCheck) -> list[tuple[Reading, bool]]:
+    from sft.data_own import read_parquet
+
+    rows = read_parquet(path, images != "none")
+    return [_examined(reading, anchor, images) for reading, anchor in rows]
+
+
+def parquet_files(source: Path) -> list[Path]:
+    """The files of a folder in our own Parquet schema; none where it is no such folder."""
+    return sorted(source.glob("trajectories*.parquet"))
 
 
 def _examined(reading: Reading, anchor: bool, images: ImageCheck) -> tuple[Reading, bool]:
@@ -348,6 +230,7 @@ def read_dataset(
     images: ImageCheck = "headers",
     *,
     workers: int = 1,
+    processes: int = 0,
     keep_pictures: bool = True,
 ) -> Found:
     """The whole dataset: records that keep every rule, and what the others break.
@@ -360,7 +243,7 @@ def read_dataset(
     anchors: list[Record] = []
     violations: list[Violation] = []
     rows = bad = 0
-    readings = scan(source, images, workers)
+    readings = scan(source, images, workers, processes)
     for reading, anchor in tqdm(readings, desc=str(source), unit=" rows", disable=None):
         where, uid, record, problems = reading
         rows += 1
@@ -377,13 +260,15 @@ def read_dataset(
 
 
 def schema_of(source: str | Path) -> str:
-    """'release', 'jsonl', 'traces' or 'hub'. Errors: UserError for anything else."""
+    """'parquet', 'release', 'jsonl', 'traces' or 'hub'. Errors: UserError for anything else."""
     from umm_reflect.hub import is_hub_id
 
     path = Path(source)
     if path.suffix == ".jsonl" and path.is_file():
         return "jsonl"
     if path.is_dir():
+        if parquet_files(path):
+            return "parquet"
         if any(path.glob("trajectory_parquet/*.parquet")) or any(path.glob("*.parquet")):
             return "release"
         if any(path.glob("*.jsonl")):
@@ -392,7 +277,7 @@ def schema_of(source: str | Path) -> str:
             return "traces"
         raise UserError(
             f"{path} holds no trajectories",
-            "Expected trajectory_parquet/*.parquet, *.jsonl, or */trace.json.",
+            "Expected trajectory_parquet/*.parquet, trajectories*.parquet, *.jsonl, */trace.json.",
         )
     if is_hub_id(str(source)):
         return "hub"
@@ -412,8 +297,11 @@ def _readings(source: str | Path, with_images: bool) -> Iterable[tuple[Reading, 
     elif schema == "hub":
         yield from ((reading, False) for reading in data_hub.stream_trajectories(str(source)))
         yield from ((reading, True) for reading in data_hub.stream_anchors(str(source)))
+    elif schema == "parquet":
+        for file in parquet_files(path):
+            yield from data_own.read_parquet(file, with_images)
     elif schema == "jsonl":
-        yield from ((reading, False) for reading in data_own.read_jsonl(path))
+        yield from data_own.read_jsonl(path)
     else:
         yield from ((reading, False) for reading in data_own.read_traces(path))
 

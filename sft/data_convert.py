@@ -41,6 +41,8 @@ def misfit(record: Record) -> str:
     """Why the release's schema cannot hold a record; "" where it can."""
     if record.task == "t2i" and not record.planned:
         return "no turn asks for its first image"
+    if record.open:
+        return "it may end without a done"
     if not all(said.learn for said in record.turns):
         return "a turn is not learned"
     if not all(image.learn for image in record.images[record.first_drawn :]):

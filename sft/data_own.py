@@ -1,7 +1,8 @@
-"""Our own two schemas: JSONL with pictures beside it, and the folders that the agent writes.
+"""Our own schemas: JSONL with pictures beside it, the same in Parquet, and the agent's folders.
 
-    for where, uid, record, problems in read_jsonl("data/mine"): ...
+    for (where, uid, record, problems), is_anchor in read_jsonl("data/mine"): ...
     write_jsonl(records, "data/mine")
+    write_parquet(records, "data/mine/trajectories-00000.parquet")
 
 One line of `trajectories.jsonl` is one trajectory; turn k looks at image k and draws image k + 1:
 
@@ -12,23 +13,30 @@ One line of `trajectories.jsonl` is one trajectory; turn k looks at image k and 
        {"thinking": "Two red circles.", "score": 10, "action": "done"}]}
 
 uid, task ("t2i" draws image 0 from the prompt, in "edit" it is the user's), prompt, images and
-turns are needed. A path is relative to the file and stays below its folder. Optional:
+turns are needed. A path is relative to the file and stays below its folder. A t2i line with one
+image and no turns is an anchor: a prompt and its image alone. Optional:
 
     learn          of a turn or an image: false makes it a condition that carries no loss
+    open           of the trajectory: true lets it end with an edit that was not drawn
     sha256         of an image: checked when it is read
     plan           of a t2i trajectory: the turn before image 0, which is drawn from its edit
     system_prompt  of the trajectory; otherwise the one of the run is taken
     text           of a turn: its exact text, where it is not the canonical one
     subtype, milestone_plan, payload_sources; transition_kind and milestone_index of a turn: what
                    the release's schema says beyond ours
+
+In Parquet a row holds such a line as text, `trajectory`, whose images have no file, and their bytes
+as a list, `images`. Files are named trajectories*.parquet; many processes can write one each.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -40,8 +48,9 @@ from umm_reflect.files import write_aside
 from umm_reflect.settings import nearest
 
 TRAJECTORIES = "trajectories.jsonl"
+ROW_GROUP = 32  # a reader of one image reads those of its whole group
 RECORD_KEYS = (
-    *("uid", "task", "prompt", "images", "turns", "plan", "system_prompt"),
+    *("uid", "task", "prompt", "images", "turns", "plan", "system_prompt", "open"),
     *("subtype", "milestone_plan", "payload_sources"),
 )
 TURN_KEYS = (
@@ -54,19 +63,48 @@ IMAGE_KEYS = ("file", "learn", "sha256")
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_jsonl(source: str | Path) -> Iterator[Reading]:
-    """The lines of a .jsonl file, or of all of a folder's. Errors: OSError as the system's."""
+def read_jsonl(source: str | Path) -> Iterator[tuple[Reading, bool]]:
+    """The lines of a .jsonl file, or of all of a folder's, and whether each is an anchor. Errors:
+    OSError as the system's.
+    """
     source = Path(source)
     for path in sorted(source.glob("*.jsonl")) if source.is_dir() else [source]:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    uid, record, problems = read_line(line, path.parent)
-                    yield f"{path.name}:{number}", uid, None if problems else record, problems
+                    found = read_line(line, _beside(path.parent))
+                    yield _reading(f"{path.name}:{number}", *found)
 
 
-def read_line(line: bytes, folder: Path) -> tuple[str, Record | None, list[Problem]]:
-    """(uid, record, problems) of one line. folder: what its paths are relative to."""
+def read_parquet(path: Path, with_images: bool = True) -> Iterator[tuple[Reading, bool]]:
+    """The rows of one file, and whether each is an anchor. with_images: pictures hold their bytes.
+
+    Errors: UserError for a file that cannot be read.
+    """
+    from sft.data_release import parquet_rows
+
+    for number, values, at in parquet_rows(path, ("trajectory",), with_images, "images"):
+
+        def place(image: dict[str, Any], number: int, problems: list[Problem], at=at) -> Picture:
+            learn = bool(image.get("learn", True))
+            return replace(at(number, image.get("sha256", "")), learn=learn)
+
+        found = read_line(values["trajectory"] or "", place)
+        yield _reading(f"{path.name} row {number}", *found)
+
+
+def _reading(
+    where: str, uid: str, record: Record | None, problems: list[Problem]
+) -> tuple[Reading, bool]:
+    anchor = record is not None and not record.turns
+    return (where, uid, None if problems else record, problems), anchor
+
+
+Place = Callable[[dict[str, Any], int, list[Problem]], Picture | None]  # image, its number, ...
+
+
+def read_line(line: bytes | str, place: Place) -> tuple[str, Record | None, list[Problem]]:
+    """(uid, record, problems) of one line. place: where a picture is, or what is wrong."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -77,7 +115,7 @@ def read_line(line: bytes, folder: Path) -> tuple[str, Record | None, list[Probl
     uid = entry.get("uid")
     uid = uid if isinstance(uid, str) else ""
     try:
-        return uid, _record(entry, folder, problems), problems
+        return uid, _record(entry, place, problems), problems
     except (KeyError, TypeError, AttributeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         return uid, None, [*problems, (Rule.UNREADABLE, what)]
@@ -93,7 +131,7 @@ def _unknown(entry: Mapping[str, Any], known: Iterable[str], at: str) -> list[Pr
     return problems
 
 
-def _record(entry: dict[str, Any], folder: Path, problems: list[Problem]) -> Record:
+def _record(entry: dict[str, Any], place: Place, problems: list[Problem]) -> Record:
     uid, task, prompt = entry["uid"], entry["task"], entry["prompt"]
     if not (isinstance(uid, str) and uid):
         problems.append((Rule.UID, f"{uid!r} is no text, or empty"))
@@ -104,16 +142,21 @@ def _record(entry: dict[str, Any], folder: Path, problems: list[Problem]) -> Rec
     plan, given = entry.get("plan"), entry["turns"]
     if plan and task == "edit":
         problems.append((Rule.TASK, "an editing task has no plan: its first turn sees the image"))
-    images = [_picture(image, folder, problems) for image in entry["images"]]
-    if len(images) != len(given):
+    images = [_image(image, k, place, problems) for k, image in enumerate(entry["images"])]
+    anchor = task == "t2i" and not given and not plan and len(images) == 1
+    if len(images) != len(given) and not anchor:
         counts = f"{len(given)} turns for {len(images)} images; every image has its turn"
         problems.append((Rule.LENGTHS, counts))
-    if len(images) < 1 + (task == "edit"):
+    if len(images) < 1 + (task == "edit" and not entry.get("open")):
         problems.append((Rule.NO_IMAGE, "no image was drawn"))
     entries = [plan, *given] if plan else list(given)
     turns = [_turn(turn, k, task, bool(plan), problems) for k, turn in enumerate(entries)]
     actions = [turn.get("action") for turn in entries]
-    if actions.count("done") != 1 or actions[-1] != "done":
+    done, last = actions.count("done"), actions[-1] if actions else ""
+    if entry.get("open") and not anchor:
+        if done > (last == "done"):
+            problems.append((Rule.LAST_NOT_DONE, f"actions {', '.join(map(str, actions))}"))
+    elif (done != 1 or last != "done") and not anchor:
         said = ", ".join(map(str, actions)) or "none"
         problems.append((Rule.LAST_NOT_DONE, f"actions {said}; expected one done, as the last"))
     return Record(
@@ -127,22 +170,33 @@ def _record(entry: dict[str, Any], folder: Path, problems: list[Problem]) -> Rec
         subtype=entry.get("subtype", ""),
         plan=entry.get("milestone_plan", ""),
         payload_sources=tuple(entry.get("payload_sources", ())),
+        open=bool(entry.get("open", False)),
     )
 
 
-def _picture(image: str | dict[str, Any], folder: Path, problems: list[Problem]) -> Picture | None:
+def _image(
+    image: str | dict[str, Any], number: int, place: Place, problems: list[Problem]
+) -> Picture | None:
     image = {"file": image} if isinstance(image, str) else image
     problems += _unknown(image, IMAGE_KEYS, "image: ")
-    name = image["file"]
-    if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive:
-        problems.append((Rule.PATH, f"{name} is absolute; write it relative to the file"))
-        return None
-    if ".." in re.split(r"[/\\]", name):
-        problems.append((Rule.PATH, f"{name} leads out of the folder of the data"))
-        return None
-    return Picture(
-        str(folder / name), sha256=image.get("sha256", ""), learn=bool(image.get("learn", True))
-    )
+    return place(image, number, problems)
+
+
+def _beside(folder: Path) -> Place:
+    """Pictures in files whose paths are relative to a folder."""
+
+    def place(image: dict[str, Any], number: int, problems: list[Problem]) -> Picture | None:
+        name = image["file"]
+        if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive:
+            problems.append((Rule.PATH, f"{name} is absolute; write it relative to the file"))
+            return None
+        if ".." in re.split(r"[/\\]", name):
+            problems.append((Rule.PATH, f"{name} leads out of the folder of the data"))
+            return None
+        sha, learn = image.get("sha256", ""), bool(image.get("learn", True))
+        return Picture(str(folder / name), sha256=sha, learn=learn)
+
+    return place
 
 
 def _turn(
@@ -198,7 +252,8 @@ def read_trace(folder: Path, root: Path) -> Reading:
         files += [(step["transition"] or {}).get("image") for step in run["steps"]]
         editing, planned = run["source"] is not None, run["plan"] is not None
         turns, problems = _trace_turns(entries, "edit" if editing else "t2i", planned)
-        images = tuple(_picture(name, folder, problems) for name in files if name)
+        place, names = _beside(folder), [name for name in files if name]
+        images = tuple(_image(name, k, place, problems) for k, name in enumerate(names))
     except (UserError, KeyError, TypeError, AttributeError) as error:
         return uid, uid, None, [(Rule.UNREADABLE, str(error))]
     if editing and run["first"]:
@@ -242,8 +297,42 @@ def write_jsonl(records: Iterable[Record], folder: str | Path) -> int:
     folder = empty_folder(folder)
     lines = []
     for record in records:
-        lines.append(json.dumps(line_of(record, folder), ensure_ascii=False))
+        images = []
+        for number, picture in enumerate(record.images):
+            data = picture.read()
+            name = f"images/{safe_name(record.uid)}_{number}{_suffix(data)}"
+            write_aside(folder / name, data)
+            images.append({"file": name, "sha256": hashlib.sha256(data).hexdigest()})
+        lines.append(json.dumps(line_of(record, images), ensure_ascii=False))
     write_aside(folder / TRAJECTORIES, "".join(f"{line}\n" for line in lines))
+    return len(lines)
+
+
+def write_parquet(records: Iterable[Record], path: str | Path) -> int:
+    """Write one file trajectories*.parquet, aside and renamed; how many rows it has.
+
+    Images keep their bytes, which are not compressed again.
+    """
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    lines, images = [], []
+    for record in records:
+        data = [picture.read() for picture in record.images]
+        hashes = [{"sha256": hashlib.sha256(one).hexdigest()} for one in data]
+        lines.append(json.dumps(line_of(record, hashes), ensure_ascii=False))
+        images.append(data)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.part")
+    kinds = {"trajectory": pyarrow.string(), "images": pyarrow.list_(pyarrow.binary())}
+    table = pyarrow.table({"trajectory": lines, "images": images}, pyarrow.schema(kinds))
+    compression = {"trajectory": "zstd", "images.list.element": "none"}
+    try:
+        write_table(table, aside, compression=compression, row_group_size=ROW_GROUP)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
     return len(lines)
 
 
@@ -254,27 +343,25 @@ def empty_folder(folder: str | Path) -> Path:
     return folder
 
 
-def line_of(record: Record, folder: Path) -> dict[str, Any]:
-    """The JSON of a record, whose images are written to `folder`/images."""
-    images: list[str | dict[str, Any]] = []
-    for number, picture in enumerate(record.images):
-        data = picture.read()
-        name = f"images/{safe_name(record.uid)}_{number}{_suffix(data)}"
-        write_aside(folder / name, data)
-        entry: dict[str, Any] = {"file": name, "sha256": hashlib.sha256(data).hexdigest()}
-        images.append(entry if picture.learn else {**entry, "learn": False})
+def line_of(record: Record, images: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON of a record. images: what it says of where each of them is."""
+    shown = [
+        entry if picture.learn else {**entry, "learn": False}
+        for entry, picture in zip(images, record.images, strict=True)
+    ]
     turns = [turn_of(record, index) for index in range(len(record.turns))]
     extra = {
         "system_prompt": record.system_prompt,
         "subtype": record.subtype,
         "milestone_plan": record.plan,
         "payload_sources": list(record.payload_sources),
+        "open": record.open,
     }
     return {
         "uid": record.uid,
         "task": record.task,
         "prompt": record.prompt,
-        "images": images,
+        "images": shown,
         **({"plan": turns[0]} if record.planned else {}),
         "turns": turns[record.planned :],
         **{key: value for key, value in extra.items() if value},

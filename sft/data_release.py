@@ -337,7 +337,7 @@ def read_trajectories(root: Path, with_images: bool = True) -> Iterator[Reading]
 
 
 def parquet_rows(
-    path: Path, columns: tuple[str, ...], with_images: bool
+    path: Path, columns: tuple[str, ...], with_images: bool, images: str = IMAGES
 ) -> Iterator[tuple[int, dict[str, Any], PictureAt]]:
     """(row, values, where its pictures are), a few rows in memory at a time.
 
@@ -346,18 +346,18 @@ def parquet_rows(
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    wanted = [*columns, *([IMAGES] if with_images else [])]
+    wanted = [*columns, *([images] if with_images else [])]
     try:
         with ParquetFile(path, pre_buffer=False, buffer_size=BUFFER) as parquet:
             names = parquet.schema_arrow.names
-            if missing := [name for name in (*columns, IMAGES) if name not in names]:
+            if missing := [name for name in (*columns, images) if name not in names]:
                 raise UserError(f"{path} has no column {', '.join(missing)}", "See data example.")
             number = 0
             for group in range(parquet.num_row_groups):
                 index = 0
                 batches = parquet.iter_batches(BATCH, row_groups=[group], columns=wanted)
                 for values in (row for batch in batches for row in batch.to_pylist()):
-                    yield number, values, PictureAt(str(path), group, index, values.get(IMAGES))
+                    yield number, values, PictureAt(str(path), group, index, values.get(images))
                     number, index = number + 1, index + 1
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(

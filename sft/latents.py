@@ -79,7 +79,8 @@ class ImageStore:
         latent = torch.zeros(rows * width, channels, device=self.device)
         noise = torch.zeros(rows * width, channels, device=self.device)
         if parcel.latents:
-            tokens = self._latents(parcel, here, extra.pop("posterior"))
+            sampled = extra.pop("sampled_K").long()
+            tokens = self._latents(parcel, here, extra.pop("posterior"), sampled)
             latent.index_copy_(0, extra.pop("latent_T").long(), tokens)
             noise.index_copy_(0, extra["noised_T"].long(), extra.pop("noise_TC"))
         patches = [here[key].patches for key in parcel.patches]
@@ -94,18 +95,16 @@ class ImageStore:
 
     def _with(self, fresh: Sequence[Fresh], arrays: dict[str, Tensor]) -> Mapping[ImageKey, Kept]:
         """All pictures that are kept, and those of this parcel."""
-        new = [(i, one) for i, one in enumerate(fresh) if one.key not in self.kept]
-        pixels = {i: arrays.pop(f"vae {i}") for i in range(len(fresh))}
-        patches = {i: arrays.pop(f"vit {i}") for i in range(len(fresh))}
         encoded: dict[ImageKey, Kept] = {}
-        for group in self._groups(new, pixels):
-            levels = torch.stack([pixels[i] for i, _ in group])
-            # contiguous: on a CPU, group norms of channels-last tensors lose precision
-            whole = _pixels(rearrange(levels, "n h w c -> n c h w").contiguous())
-            targets = self._moments(whole)
-            for (i, one), target in zip(group, targets, strict=True):
-                encoded[one.key] = Kept(target, target, patches[i].clone())
-            self._round_trips(group, whole, encoded)
+        for i, group in enumerate(fresh):
+            levels, patches = arrays.pop(f"vae {i}"), arrays.pop(f"vit {i}")
+            new = [k for k, key in enumerate(group.keys) if key not in self.kept]
+            height, width = levels.shape[1:3]
+            at_once = 1 if self.device.type == "cpu" else max(1, AT_ONCE // (height * width))
+            for start in range(0, len(new), at_once):
+                some = new[start : start + at_once]
+                keys = [group.keys[k] for k in some]
+                encoded |= self._encoded(keys, levels[some], patches[some], group.cells)
         room = self.room - self.used
         for key, one in encoded.items():
             if one.bytes > room:
@@ -114,71 +113,74 @@ class ImageStore:
             self.used, room = self.used + one.bytes, room - one.bytes
         return self.kept
 
-    def _groups(self, new, pixels) -> list[list]:
-        """Pictures of one size, as many as are encoded at once."""
-        sizes: dict[torch.Size, list] = {}
-        for i, one in new:
-            sizes.setdefault(pixels[i].shape, []).append((i, one))
-        groups = []
-        for (height, width, _), some in sizes.items():
-            count = 1 if self.device.type == "cpu" else max(1, AT_ONCE // (height * width))
-            groups += [some[k : k + count] for k in range(0, len(some), count)]
-        return groups
+    def _encoded(
+        self,
+        keys: Sequence[ImageKey],
+        levels_NHWC: Tensor,
+        patches: Tensor,
+        cells: tuple[int, int],
+    ) -> dict[ImageKey, Kept]:
+        # contiguous: on a CPU, group norms of channels-last tensors lose precision
+        pixels = _pixels(rearrange(levels_NHWC, "n h w c -> n c h w").contiguous())
+        targets = self._moments(pixels)
+        found = {
+            key: Kept(target, target, patch)
+            for key, target, patch in zip(keys, targets, patches, strict=True)
+        }
+        lots = [k for k, key in enumerate(keys) if self._lot(key) < self.round_trip]
+        if lots:
+            seen = self._given_back(targets[lots])
+            for k, picture, moments in zip(lots, seen, self._moments(seen), strict=True):
+                cut = self._patches(picture, cells)
+                found[keys[k]] = replace(found[keys[k]], seen=moments, patches=cut)
+        return found
 
     def _moments(self, pixels: Tensor) -> Tensor:
         return torch.cat(self.vae.moments(pixels), dim=1)
 
-    def _round_trips(self, group, pixels: Tensor, encoded: dict[ImageKey, Kept]) -> None:
-        """What rows look at, for those pictures whose lot it is, after the autoencoder."""
-        chosen = [k for k, (_, one) in enumerate(group) if self._lot(one.key) < self.round_trip]
-        if not chosen:
-            return
-        targets = torch.stack([encoded[group[k][1].key].target for k in chosen])
+    def _given_back(self, moments: Tensor) -> Tensor:
+        """[n, 3, H, W] the pictures as the autoencoder draws them, in 8-bit levels."""
         scale, shift = self.vae.config.scale_factor, self.vae.config.shift_factor
-        means = targets.chunk(2, dim=1)[0]
-        again = self.vae.decode(scale * (means - shift)).clamp(-1, 1)
-        again = (again * 127.5).round() / 127.5
-        seen, patch = self._moments(again), self.config.vit.patch_size
-        for moments, picture, k in zip(seen, again, chosen, strict=True):
-            _, one = group[k]
-            sides = [cells * patch for cells in one.cells]
-            small = F.interpolate(picture[None], sides, mode="bicubic", antialias=True)[0]
-            levels = (small.clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8)
-            cut = rearrange(levels, "c (h p) (w q) -> (h w) (p q c)", p=patch, q=patch)
-            encoded[one.key] = replace(encoded[one.key], seen=moments, patches=cut)
+        drawn = self.vae.decode(scale * (moments.chunk(2, dim=1)[0] - shift)).clamp(-1, 1)
+        return (drawn * 127.5).round() / 127.5
+
+    def _patches(self, picture: Tensor, cells: tuple[int, int]) -> Tensor:
+        """Its patches as 8-bit levels, after torch's bicubic filter in place of Pillow's."""
+        patch = self.config.vit.patch_size
+        sides = [count * patch for count in cells]
+        small = F.interpolate(picture[None], sides, mode="bicubic", antialias=True)[0]
+        levels = (small.clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8)
+        return rearrange(levels, "c (h p) (w q) -> (h w) (p q c)", p=patch, q=patch)
 
     def _lot(self, key: ImageKey) -> float:
         return stream_seed(self.seed, "/".join(map(str, key)), 0, "round trip") / 2**64
 
-    def _latents(self, parcel: Parcel, here: Mapping[ImageKey, Kept], noise: Tensor) -> Tensor:
-        """[T, C] the latent tokens of all blocks, block after block."""
-        blocks = [
+    def _latents(
+        self, parcel: Parcel, here: Mapping[ImageKey, Kept], noise: Tensor, sampled: Tensor
+    ) -> Tensor:
+        """[T, C] the latent tokens of all blocks, block after block. sampled: which are samples."""
+        moments = [
             here[key].target if noised else here[key].seen
             for key, noised in zip(parcel.latents, parcel.noised, strict=True)
         ]
-        sizes = {block.shape for block in blocks}
-        place, drawn = 0, []
-        for block, sampled in zip(blocks, parcel.sampled, strict=True):
-            drawn.append(place if sampled else -1)
-            place += block.numel() // 2 * sampled
-        if len(sizes) == 1:  # one batch instead of one call a block
-            return self._tokens(blocks, drawn, noise).flatten(0, 1)
-        return torch.cat(
-            [self._tokens([b], [at], noise)[0] for b, at in zip(blocks, drawn, strict=True)]
-        )
+        if len({one.shape for one in moments}) == 1:  # one call instead of one a block
+            mean, logvar = torch.stack(moments).chunk(2, dim=1)
+            std = torch.exp(0.5 * logvar.index_select(0, sampled))
+            mean = mean.index_add(0, sampled, std * noise.view_as(std))
+            return self._tokens(mean).flatten(0, 1)
+        tokens, start = [], 0
+        for one, is_sampled in zip(moments, parcel.sampled, strict=True):
+            mean, logvar = one.chunk(2)
+            if is_sampled:
+                own = noise[start : start + mean.numel()].view_as(mean)
+                mean = mean + torch.exp(0.5 * logvar) * own
+                start += mean.numel()
+            tokens.append(self._tokens(mean[None])[0])
+        return torch.cat(tokens)
 
-    def _tokens(self, blocks: list[Tensor], drawn: list[int], noise: Tensor) -> Tensor:
-        """[n, tokens, C] of blocks of one size. drawn: where the noise of each begins, or -1."""
-        mean, logvar = torch.stack(blocks).chunk(2, dim=1)
-        sampled = [k for k, at in enumerate(drawn) if at >= 0]
-        if sampled:
-            size = mean[0].numel()
-            first = drawn[sampled[0]]
-            own = noise[first : first + len(sampled) * size].view(len(sampled), *mean.shape[1:])
-            std = torch.exp(0.5 * logvar)
-            which = torch.tensor(sampled).to(self.device, non_blocking=True)
-            mean = mean.index_add(0, which, std.index_select(0, which) * own)
-        latents = self.vae.config.scale_factor * (mean - self.vae.config.shift_factor)
+    def _tokens(self, z: Tensor) -> Tensor:
+        """[n, tokens, C] of posterior values [n, z, h, w]."""
+        latents = self.vae.config.scale_factor * (z - self.vae.config.shift_factor)
         p = self.config.latent_patch_size
         return rearrange(latents, "n z (r p) (c q) -> n (r c) (p q z)", p=p, q=p)
 

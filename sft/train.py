@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from sft import train_data
-from sft.batches import Parcel, feed
+from sft.batches import Parcel
 from sft.data import Quarantine, Violation
+from sft.feed import feed
 from sft.latents import ImageStore
 from sft.loss import Tally, loss, tallied_by
 from sft.train_config import PRESETS, Config
@@ -56,7 +57,8 @@ def train(config: Config, processes: Processes) -> int:
         for line in prepared.lines(config.max_steps):
             print(line)
         write_aside(out / "config.yaml", settings_text(config))
-    held = [*feed(prepared.held_out, train_data.held_out_tasks(prepared, config, processes), 0)]
+    looks = train_data.held_out_tasks(prepared, config, processes)
+    held = [*feed(prepared.held_out, looks, prepared.workers)]
 
     bagel = load(
         prepared.folder, device=str(processes.device), dtype=config.dtype, attn=config.attn

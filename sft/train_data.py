@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from sft.batches import Reader, Task, default_workers
+from sft.batches import Reader, Task
 from sft.data import Found, Record, read_dataset, split
+from sft.feed import default_workers
 from sft.latents import ImageStore
 from sft.mixture import Measured, Mixture, Sampler, pack_once, share
 from sft.packs import measure
@@ -117,7 +118,10 @@ def _local_world(processes: Processes) -> int:
 def _read(config: Config, processes: Processes, workers: int) -> Found:
     """All datasets as one, without what breaks a rule; the same on all processes."""
     images = "headers" if processes.main else "none"
-    found = [read_dataset(source, images, workers=max(1, workers)) for source in config.data]
+    threads = max(1, workers)
+    found = [
+        read_dataset(source, images, workers=threads, processes=workers) for source in config.data
+    ]
     for one in found:
         one.refuse_more_than(config.max_bad)
     if config.expect:

@@ -69,7 +69,8 @@ def weighted_ids(
         raise ValueError(f"no turn of the protocol: {text[:80]!r}")
     ids, offsets = tokens.encode_with_offsets(text, allow_special=False)
     if weighting == "ours":
-        weights = [_first(ours_spans(text), place) for place in offsets]
+        spans = ours_spans(text)
+        weights = [_first(spans, place) for place in offsets]
         return ids, (*weights, 1.0)
     spans, payload = release_spans(text)
     weights = [max([1.0, *_hits(spans, place)]) for place in offsets]

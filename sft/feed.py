@@ -1,0 +1,82 @@
+"""Parcels from worker processes, in the order of their tasks.
+
+for parcel in feed(reader, tasks, workers=8, pin=True): ...
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from sft.batches import Parcel, Reader, Task
+from umm_reflect.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+WAIT_SECONDS = 600.0  # for a parcel: one large pack takes seconds
+MAX_WORKERS = 16
+
+
+def default_workers(processes: int = 1) -> int:
+    """Workers of one of `processes` on this machine: all cores but one each, at most 16."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(0, min(MAX_WORKERS, (cores or 1) // processes - 1))
+
+
+def feed(
+    reader: Reader, tasks: Iterable[Task], workers: int, *, pin: bool = False, ahead: int = 2
+) -> Iterator[Parcel]:
+    """The parcels of the tasks, in order. workers: processes, each `ahead` tasks ahead; 0: here.
+
+    Tasks are taken as workers get free. Errors: UserError of a worker, or that one died.
+    """
+    if workers == 0:
+        yield from map(reader, tasks)
+        return
+    try:
+        for parcel in _loader(reader, tasks, workers, pin, ahead):
+            if isinstance(parcel, UserError):
+                raise parcel
+            yield parcel
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error) and "DataLoader timed out" not in str(error):
+            raise
+        remedy = "Is there memory left? Try fewer --workers, or 0 to see the error itself."
+        raise UserError(f"a data worker ended: {str(error).splitlines()[0]}", remedy) from error
+
+
+def _loader(
+    reader: Reader, tasks: Iterable[Task], workers: int, pin: bool, ahead: int
+) -> DataLoader:
+    from torch.utils.data import DataLoader
+
+    return DataLoader(
+        _Parcels(reader),
+        sampler=tasks,
+        batch_size=None,
+        collate_fn=_itself,
+        num_workers=workers,
+        prefetch_factor=ahead,
+        pin_memory=pin,
+        timeout=WAIT_SECONDS,
+        multiprocessing_context="fork" if hasattr(os, "fork") else None,
+    )
+
+
+class _Parcels:
+    """The reader as what a DataLoader takes: an index is a task."""
+
+    def __init__(self, reader: Reader):
+        self.reader = reader
+
+    def __getitem__(self, task: Task) -> Parcel | UserError:
+        try:
+            return self.reader(task)
+        except UserError as error:  # a worker's exception would lose its parts on the way
+            return error
+
+
+def _itself(parcel: Parcel) -> Parcel:
+    return parcel
