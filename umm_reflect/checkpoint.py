@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from umm_reflect.attention import BACKENDS
 from umm_reflect.config import BagelConfig
 from umm_reflect.errors import CheckpointError, UsageError, UserError
+from umm_reflect.files import make_readable
 from umm_reflect.layout import Frame
 from umm_reflect.model import Bagel
 from umm_reflect.streamed import DTYPES
@@ -198,9 +199,7 @@ def read_config(folder: Path) -> BagelConfig:
     return replace(config, vae=vae)
 
 
-def _config(
-    folder: Path, files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]
-) -> BagelConfig:
+def _config(folder: Path, files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]) -> BagelConfig:
     config = BagelConfig.from_folder(folder)
     sides = {name: _side(shapes, name, files.label) for name in TABLES}
     return config.with_sides(latent_grid_side=sides[TABLES[0]], vit_grid_side=sides[TABLES[1]])
@@ -375,3 +374,4 @@ def save_tensors(
         raise UserError(
             f"{path} cannot be written ({error})", "Free some space, or write elsewhere"
         ) from error
+    make_readable(path)  # the library's files are the owner's alone

@@ -27,7 +27,7 @@ def write_aside(path: str | Path, content: str | bytes) -> Path:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(aside, 0o666 & ~_umask())
+        make_readable(aside)
         os.replace(aside, path)
     except BaseException:
         Path(aside).unlink(missing_ok=True)
@@ -35,10 +35,11 @@ def write_aside(path: str | Path, content: str | bytes) -> Path:
     return path
 
 
-def _umask() -> int:
+def make_readable(path: str | Path) -> None:
+    """Give a file the permissions that a new one has here (temporary files are the owner's)."""
     mask = os.umask(0)
     os.umask(mask)
-    return mask
+    os.chmod(path, 0o666 & ~mask)
 
 
 def sha256(path: str | Path) -> str:
