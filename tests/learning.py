@@ -99,9 +99,7 @@ def run_processes(function: Callable, world: int, *args, timeout: float = 120.0)
     the first error with its traceback."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.learning", "torch.distributed.checkpoint"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     folder = tempfile.TemporaryDirectory()
     paths = [Path(folder.name) / f"{rank}.pt" for rank in range(world)]
     children = [
@@ -125,14 +123,25 @@ def run_processes(function: Callable, world: int, *args, timeout: float = 120.0)
     return [value for value, _ in results]
 
 
-def _child(path: Path, function: Callable, rank: int, world: int, port: int, args: tuple) -> None:
-    os.environ |= {
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun sets."""
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+def _child(path: Path, function: Callable, rank: int, world: int, port: int, args: tuple) -> None:
+    os.environ |= environment(rank, world, port)
     torch.set_num_threads(1)
     try:
         with start(device="cpu") as processes:
