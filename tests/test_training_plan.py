@@ -14,6 +14,7 @@ from umm_reflect.layout import Frame
 from umm_reflect.model import Bagel
 from umm_reflect.packing import Piece, collate, pack_row, training_forward
 from umm_reflect.training.flops import Work, work
+from umm_reflect.training.learner import Learner, OptimizerSettings
 from umm_reflect.training.plan import (
     TrainingRun,
     activations,
@@ -22,6 +23,7 @@ from umm_reflect.training.plan import (
     plan_training,
     sizes,
 )
+from umm_reflect.training.processes import Processes
 from umm_reflect.training.trainable import LoraSettings, apply
 
 PACK = Work(und=12_288, gen=20_480, scored=2_048, patches=6_000)
@@ -158,6 +160,24 @@ def test_a_full_save_is_the_bf16_folder_and_twelve_bytes_of_state_a_number():
     }
     low = checkpoint_bytes(BAGEL_7B_MOT, TrainingRun(PACK, "lora-gen", ema=True))
     assert low == {"adapter folder": 4 * 80_740_352, "resume state": 16 * 80_740_352}
+
+
+@pytest.mark.parametrize("preset", ["full", "gen", "lora-both"])
+@pytest.mark.parametrize(("optimizer", "ema"), [("adamw", False), ("adamw", True), ("muon", True)])
+def test_the_planned_state_is_what_the_learner_saves(preset, optimizer, ema):
+    torch.manual_seed(0)
+    bagel = Bagel(TINY)
+    apply(bagel, preset, LoraSettings(rank=8) if preset.startswith("lora") else None)
+    settings = OptimizerSettings(optimizer, ema_decay=0.9 if ema else None)
+    learner = Learner(bagel, Processes(), "none", settings, recompute=False, compile=False)
+    state = learner.state_dict()
+    assert state.pop("step_count").numel() == 1
+    run = TrainingRun(TINY_PACK, preset, 8, optimizer=optimizer, ema=ema, bf16=False)
+    found = sum(tensor.nbytes for tensor in state.values())
+    assert found == checkpoint_bytes(TINY, run)["resume state"]
+    plan = parts(TINY, run)
+    names = ("weights: masters", "optimizer moments", "moving average")
+    assert found == sum(plan.get(name, 0) for name in names)
 
 
 def test_the_text_says_whether_it_fits_and_what_else_there_is():
