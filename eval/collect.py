@@ -92,7 +92,8 @@ def collect(config: Config) -> Path:
                 count = len(drawn_images(trajectory))
                 judged = list(islice(verdicts, count))
                 right += judged[0].correct
-                record = {"row": rows[i], "prompt": prompts[i], "text_scale": scale}
+                record = {"row": rows[i], "prompt": prompts[i], "source": "model"}
+                record["text_scale"] = scale
                 record["images"] = list(range(len(pictures), len(pictures) + count))
                 record["turns"] = spoken(trajectory)
                 record["verdicts"] = [verdict.to_record() for verdict in judged]

@@ -34,7 +34,7 @@ from torch import Tensor
 from agent.types import Seen
 from agent.views import edit_view, first_image_view, reflect_view
 from sft.shapes import ShapesTrajectory, make_trajectory, turns
-from sft.shapes_own import OwnLook, own_looks
+from sft.shapes_own import OwnLook, is_well_drawn, own_looks
 from umm_reflect.config import NANO
 from umm_reflect.context import Context, ImageSegment, TextSegment
 from umm_reflect.layout import Frame
@@ -57,7 +57,6 @@ NO_PROMPT, NO_TEXT, NO_IMAGE = 0.1, 0.08, 0.08
 FULL_VIEW = 0.25  # of the draw rows
 DRAWING = ("draw", "kept")  # kinds of rows that hold one picture to draw
 OWN = ("own", "kept")  # those made of the model's own images
-WELL_DRAWN = 0.4  # the least score of an object in an own image that is drawn again
 HARD_DRAW, HARD_LOOK = 0.06, 0.2
 EDITING = 0.2  # of the trajectories
 # Weights of a turn's tokens: what the loop writes is not learned, the decision counts more.
@@ -171,9 +170,7 @@ class _Layout:
         self, record: dict, pixels: np.ndarray, rng: random.Random
     ) -> list[Piece] | None:
         """An own first image as a target for its prompt; None for a wrong or poorly drawn one."""
-        verdict = record["verdicts"][0]
-        objects = verdict["evidence"]["detections"]
-        if not verdict["correct"] or min(found["score"] for found in objects) < WELL_DRAWN:
+        if not is_well_drawn(record):
             return None
         return self._drawing(record["prompt"], self.image(pixels), rng)
 
@@ -394,8 +391,7 @@ def load_store(
             if kind == "draw":
                 continue
             again = (vae.decode(latent).clamp(-1, 1) * 127.5).round() / 127.5
-            share = 0.0 if path.name.startswith(OWN) else own_pixels
-            use = (torch.rand(len(some), generator=generator) < share).to(device)
+            use = (torch.rand(len(some), generator=generator) < own_pixels).to(device)
             pixels = torch.where(use[:, None, None, None], again, pixels)
             conditions.append(_tokens(vae.encode(pixels)))
             small = F.interpolate(pixels, VIT_SIZE, mode="bicubic", antialias=True)

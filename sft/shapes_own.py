@@ -35,6 +35,7 @@ OTHER_PROMPT = 0.6  # images that are also looked at for a prompt made from what
 CHANGED = 0.6  # of those prompts that miss it by a count, a colour or a kind
 RIM = 4  # pixels around a box that is painted over: edges are soft
 KEPT_RIM = 1
+WELL_DRAWN = 0.4  # the least score of an object in an own image that is drawn again
 PLAIN = 4.0  # grey levels that a plain background strays from its median
 
 
@@ -57,7 +58,8 @@ def own_looks(
 ) -> Iterator[OwnLook]:
     """True looks at every image of one own trajectory, each after what the model had said before.
 
-    record: {"row", "prompt", "verdicts" (one an image), "turns" ({"said", "edit"}, one an edit)}.
+    record: {"row", "prompt", "verdicts" (one an image), "turns" ({"said", "edit"}, one an edit),
+    "source" (who drew it: "model" or "renderer")}.
     An image that cannot be put into words, or where words and verdict disagree, yields nothing.
     """
     said = tuple(turn["said"] for turn in record["turns"])
@@ -77,6 +79,15 @@ def own_looks(
             found = row and _look(row, phrase(row, rng), scene, *before, rng)
             if found:
                 yield found[0]
+
+
+def is_well_drawn(record: Mapping) -> bool:
+    """Whether a first image is the model's own, right, and each object in it whole enough to draw
+    again."""
+    verdict = record["verdicts"][0]
+    objects = verdict["evidence"]["detections"]
+    whole = verdict["correct"] and min(found["score"] for found in objects) >= WELL_DRAWN
+    return record["source"] == "model" and whole
 
 
 def _look(

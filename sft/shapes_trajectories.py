@@ -18,7 +18,7 @@ import io
 import json
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,6 @@ SIDE = 128  # pixels
 PER_FILE = {"looks": 1000, "drawings": 4000, "own": 1000}
 HARD_DRAWINGS, HARD_LOOKS, HARD_SCENES = 0.06, 0.2, 0.3
 EDITING = 0.2  # of the trajectories
-WELL_DRAWN = 0.4  # the least score of an object in an own image that is drawn again
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def own(file: File, rng: random.Random) -> Iterator[Record]:
     """What a part of the collected images teaches."""
     from PIL import Image
 
-    from sft.shapes_own import own_looks
+    from sft.shapes_own import is_well_drawn, own_looks
 
     lines = (file.source / "records.jsonl").read_text(encoding="utf-8").splitlines()
     images = np.load(file.source / "images.npy", mmap_mode="r")
@@ -150,7 +149,7 @@ def own(file: File, rng: random.Random) -> Iterator[Record]:
         uid = f"{name}-{record['images'][0]:06d}"
         for k, look in enumerate(own_looks(record, pixels, rng)):
             yield own_record(look, f"{uid}-{k}")
-        if is_well_drawn(record["verdicts"][0]):
+        if is_well_drawn(record):
             first = picture(Image.fromarray(pixels[0]))
             yield Record(f"{uid}-kept", "t2i", record["prompt"], (), (first,))
 
@@ -168,12 +167,6 @@ def own_record(look: OwnLook, uid: str) -> Record:
         for pixels, drawn in zip(look.images, look.drawn, strict=True)
     ]
     return Record(uid, "t2i", look.prompt, tuple(said), tuple(images), open=True)
-
-
-def is_well_drawn(verdict: Mapping) -> bool:
-    """Whether an own first image is right, and each object in it whole enough to draw again."""
-    objects = verdict["evidence"]["detections"]
-    return verdict["correct"] and min(found["score"] for found in objects) >= WELL_DRAWN
 
 
 def picture(image: Image, learn: bool = True) -> Picture:

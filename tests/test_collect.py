@@ -43,7 +43,7 @@ def test_images_and_records_belong_together_and_do_not_depend_on_the_batch(tiny,
     images, records = collected(tiny, tmp_path / "a", 2)
     assert images.shape == (5, 32, 48, 3)
     assert images.dtype == np.uint8
-    keys = {"row", "prompt", "text_scale", "images", "turns", "verdicts"}
+    keys = {"row", "prompt", "source", "text_scale", "images", "turns", "verdicts"}
     assert [set(record) for record in records] == [keys] * 5
     assert [record["images"] for record in records] == [[0], [1], [2], [3], [4]]
     assert not any(is_held_out(record["row"]) for record in records)

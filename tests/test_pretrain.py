@@ -213,6 +213,7 @@ def test_ones_own_images_become_looks_and_targets(sources, tmp_path):
         picture = render(trajectory.scenes[0], 128)
         [verdict] = verifier.score([picture], [trajectory.row])
         record = {"row": trajectory.row, "prompt": trajectory.prompt, "turns": []}
+        record["source"] = "model"
         record |= {"images": [number], "verdicts": [verdict.to_record()]}
         lines.append(json.dumps(record))
         images.append(np.asarray(picture))

@@ -26,6 +26,7 @@ def record(*images, turns=()):
         "row": ROW,
         "prompt": ROW["prompt"],
         "turns": list(turns),
+        "source": "model",
         "verdicts": [verdict.to_record() for verdict in verdicts],
     }
 
