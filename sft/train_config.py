@@ -95,7 +95,7 @@ class Rates:
 
 def piece(text: str) -> Piece:
     """'cosine 2e-6 2e-7 1410' or 'constant 2e-7 2e-7 167363 samples' as a piece."""
-    shape, *words = text.split()
+    shape, *words = text.split() or [""]
     unit = words.pop() if words and words[-1] in ("updates", "samples") else "updates"
     try:
         start, end, until = float(words[0]), float(words[1]), int(words[2].replace("_", ""))
