@@ -116,6 +116,10 @@ class DeepSpeed:
         self.backward(0.0 * (ce_S.sum() + velocity_BGC.sum()), last=True)
         self.step(0.0)
         self._count(0)
+        if self.stage == 2:  # it looks for moments after the first of its groups has made some
+            zero = self.module.optimizer
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
 
     def _count(self, steps: int) -> None:
         for state in self._adamw.state.values():
@@ -194,13 +198,14 @@ class DeepSpeed:
     def load(self, state: dict[str, Tensor]) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
+        steps = int(state["step_count"])  # our own tensor, it may be
         for i, p in enumerate(self.parameters):
             safe_set_full_fp32_param(p, self._from_owner(i, "master", state))
         self._first_step()  # copies masters into the working weights
         for i, p in enumerate(self.parameters):
             for ours, theirs in MOMENTS.items():
                 safe_set_full_optimizer_state(p, self._from_owner(i, ours, state), theirs)
-        self._count(int(state["step_count"]))
+        self._count(steps)
 
     def _from_owner(self, entry: int, part: str, state: dict[str, Tensor]) -> Tensor:
         whole = torch.empty(self.shapes[entry], device=self.processes.device)
