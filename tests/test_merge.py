@@ -253,21 +253,22 @@ def test_an_adapter_on_a_model_without_memory_keeps_its_numbers(base, adapter):
 # --- memory ---------------------------------------------------------------------------------------
 
 PEAK = """
-import resource, sys
+import re, sys
 from pathlib import Path
-import torch
-from tests.test_merge import make_large, merge
+from tests.test_merge import merge
 base, adapter, small, small_adapter, out = map(Path, sys.argv[1:])
+def peak():  # of this program alone; getrusage begins with what its parent held
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 merge(small, small_adapter, out / "small")
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 merge(base, adapter, out / "large")
-print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+print(peak() - before)
 """
 
 
 def make_large(folder: Path) -> tuple[Path, Path]:
-    """A model of 280 MB in twelve layers, and an adapter of it."""
-    llm = replace(TINY.llm, hidden_size=512, num_layers=12, intermediate_size=2560)
+    """A model of 80 million numbers in eight layers, and an adapter of it."""
+    llm = replace(TINY.llm, hidden_size=512, num_layers=8, intermediate_size=2560)
     config = replace(TINY, llm=replace(llm, num_heads=8, num_kv_heads=4, head_dim=64))
     base = folder / "base"
     base.mkdir()
@@ -292,7 +293,7 @@ def make_large(folder: Path) -> tuple[Path, Path]:
 def test_host_memory_holds_at_most_one_and_a_third_copies_of_the_weights(base, adapter, tmp_path):
     large, low = make_large(tmp_path)
     one_copy = (large / "ema.safetensors").stat().st_size
-    assert one_copy > 200e6
+    assert one_copy > 150e6
     (tmp_path / "out").mkdir()
     paths = [large, low, base, adapter, tmp_path / "out"]
     done = subprocess.run(
