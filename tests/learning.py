@@ -94,17 +94,20 @@ def learner_of(
 # --- several processes ----------------------------------------------------------------------------
 
 
-def run_processes(function: Callable, world: int, *args, timeout: float = 120.0) -> list:
-    """What function(processes, *args) returns on each of `world` gloo processes, by rank. Raises
-    the first error with its traceback."""
+def run_processes(
+    function: Callable, world: int, *args, a_machine: int | None = None, timeout: float = 120.0
+) -> list:
+    """What function(processes, *args) returns on each of `world` gloo processes, by rank, on
+    pretended machines of `a_machine` each. Raises the errors with their tracebacks."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.learning", "torch.distributed.checkpoint"])
     port = free_port()
     folder = tempfile.TemporaryDirectory()
     paths = [Path(folder.name) / f"{rank}.pt" for rank in range(world)]
+    settings = [environment(rank, world, port, a_machine or world) for rank in range(world)]
     children = [
-        context.Process(target=_child, args=(path, function, rank, world, port, args))
-        for rank, path in enumerate(paths)
+        context.Process(target=_child, args=(path, function, variables, args))
+        for path, variables in zip(paths, settings, strict=True)
     ]
     for child in children:
         child.start()
@@ -129,23 +132,24 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def environment(rank: int, world: int, port: int) -> dict[str, str]:
+def environment(rank: int, world: int, port: int, a_machine: int) -> dict[str, str]:
     """What torchrun sets."""
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % a_machine),
         "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(a_machine),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
 
 
-def _child(path: Path, function: Callable, rank: int, world: int, port: int, args: tuple) -> None:
-    os.environ |= environment(rank, world, port)
+def _child(path: Path, function: Callable, variables: dict[str, str], args: tuple) -> None:
+    os.environ |= variables
     torch.set_num_threads(1)
     try:
         with start(device="cpu") as processes:
             torch.save((function(processes, *args), ""), path)
     except BaseException:
-        torch.save((None, f"rank {rank}: {traceback.format_exc()}"), path)
+        torch.save((None, f"rank {variables['RANK']}: {traceback.format_exc()}"), path)
         raise

@@ -35,6 +35,7 @@ from umm_reflect.rng import stream
 from umm_reflect.training import processes as processes_module
 from umm_reflect.training.learner import OptimizerSettings, empty_batch
 from umm_reflect.training.processes import Processes, start
+from umm_reflect.training.resume import load_resume, save_resume
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 10
@@ -51,10 +52,11 @@ def folder(tmp_path_factory) -> Path:
 # --- equal losses ---------------------------------------------------------------------------------
 
 CASES = {
-    # settings, LoRA, what the batches hold by turns: the second process has every second one
-    "full": (SETTINGS, False, ("both",)),
-    "muon, an average, a rank of texts": (MUON, False, ("both", "text")),
-    "LoRA, a rank of texts": (SETTINGS, True, ("draw", "text", "both", "text")),
+    # settings, LoRA, dtype, kinds of batches by turns: the second process has every second one
+    "full": (SETTINGS, False, "float32", ("both",)),
+    "muon, an average, a rank of texts": (MUON, False, "float32", ("both", "text")),
+    "LoRA, a rank of texts": (SETTINGS, True, "float32", ("draw", "text", "both", "text")),
+    "LoRA in bf16": (SETTINGS, True, "bfloat16", ("both",)),
 }
 
 
@@ -62,9 +64,9 @@ def trained(processes: Processes, folder: Path, strategy: str) -> dict[str, dict
     return {case: trained_on(processes, folder, strategy, *CASES[case]) for case in CASES}
 
 
-def trained_on(processes, folder, strategy, settings, lora: bool, kinds: tuple[str, ...]) -> dict:
+def trained_on(processes, folder, strategy, settings, lora: bool, dtype: str, kinds) -> dict:
     """Ten updates over four batches each, shared out; losses, what wrapped the model, weights."""
-    bagel = tiny_bagel(folder, trained=not lora)
+    bagel = tiny_bagel(folder, dtype, trained=not lora)
     if lora:
         attach_lora(bagel, rank=2, alpha=4)
     learner = learner_of(bagel, processes, strategy, settings, recompute=True)
@@ -94,16 +96,20 @@ def test_two_processes_learn_as_one(folder, alone, strategy):
     results = run_processes(trained, 2, folder, strategy)
     for case, expected in alone.items():
         first, second = (result[case] for result in results)
+        bf16 = CASES[case][2] == "bfloat16"
         for result in (first, second):
             assert result["ddp"] == (strategy == "ddp")
             assert result["sharded"] == (strategy == "fsdp2")
-            torch.testing.assert_close(result["losses"], expected["losses"], atol=1e-5, rtol=0)
+            # in bf16 a master that differs in its last bit may round otherwise
+            close = 2e-3 if bf16 else 1e-5
+            torch.testing.assert_close(result["losses"], expected["losses"], atol=close, rtol=0)
         copies = 2 if strategy == "ddp" else 1
         assert first["here"] + second["here"] == copies * expected["here"]
         assert not second["weights"]
         assert first["weights"].keys() == expected["weights"].keys()
         for name, tensor in expected["weights"].items():
-            torch.testing.assert_close(first["weights"][name], tensor, atol=2e-5, rtol=0, msg=name)
+            close = 1e-4 if bf16 else 2e-5
+            torch.testing.assert_close(first["weights"][name], tensor, atol=close, rtol=0, msg=name)
 
 
 def test_one_process_learns_in_these_cases_at_all(folder, alone):
@@ -115,6 +121,36 @@ def test_one_process_learns_in_these_cases_at_all(folder, alone):
     low_rank = {n: t for n, t in alone["LoRA, a rank of texts"]["weights"].items() if "lora_B" in n}
     assert len(low_rank) == 14
     assert all(tensor.abs().max() > 0.005 for tensor in low_rank.values())
+
+
+def on_two_machines(processes: Processes, folder: Path, out: Path) -> dict:
+    """Four processes, two a machine: three updates over eight batches each, then a state."""
+    bagel = tiny_bagel(folder)
+    learner = learner_of(bagel, processes, "auto", MUON)
+    losses = []
+    for step in range(3):
+        batches = [batch_of(bagel, 8 * step + k) for k in range(8)]
+        losses.append(update(learner, batches[processes.rank :: processes.world]).tolist())
+    save_resume(out, learner, 3, {})
+    return {
+        "losses": torch.tensor(losses),
+        "placements": {str(p.placements) for p in bagel.parameters() if isinstance(p, DTensor)},
+        "weights": dict(learner.weights(dtype=torch.float32)),
+    }
+
+
+def test_each_machine_holds_the_weights_once(folder, tmp_path):
+    expected = on_two_machines(Processes(), folder, tmp_path / "one")
+    first, *others = run_processes(on_two_machines, 4, folder, tmp_path / "four", a_machine=2)
+    for result in (first, *others):
+        assert result["placements"] == {"(Replicate(), Shard(dim=0))"}
+        torch.testing.assert_close(result["losses"], expected["losses"], atol=1e-5, rtol=0)
+    for name, tensor in expected["weights"].items():
+        torch.testing.assert_close(first["weights"][name], tensor, atol=2e-5, rtol=0, msg=name)
+    resumed = learner_of(tiny_bagel(folder), settings=MUON)
+    assert load_resume(tmp_path / "four", resumed) == (3, {})
+    for name, tensor in resumed.weights(dtype=torch.float32):
+        assert torch.equal(tensor, first["weights"][name])
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -206,7 +242,7 @@ def test_each_process_draws_what_it_likes_between_updates(folder, strategy):
 def failing(rank: int, port: int, log: Path, how: str) -> None:
     """Rank 1 fails while rank 0 waits for it in a collective."""
     os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
-    os.environ |= environment(rank, 2, port)
+    os.environ |= environment(rank, 2, port, 2)
     processes_module.GRACE_SECONDS = 0.5
     with start(device="cpu") as processes:
         processes.sum(torch.ones(1))
@@ -288,7 +324,7 @@ def test_torchrun_starts_them_and_ends_them_all(tmp_path):
     ],
 )
 def test_an_environment_that_does_not_fit_is_named(monkeypatch, changes, message):
-    for name in environment(0, 1, 1):
+    for name in environment(0, 1, 1, 1):
         monkeypatch.delenv(name, raising=False)
     for name, value in changes.items():
         monkeypatch.setenv(name, value)
@@ -301,7 +337,7 @@ def test_an_environment_that_does_not_fit_is_named(monkeypatch, changes, message
 
 
 def test_without_a_launcher_there_is_one_process(monkeypatch):
-    for name in environment(0, 1, 1):
+    for name in environment(0, 1, 1, 1):
         monkeypatch.delenv(name, raising=False)
     with start(device="cpu") as alone:
         assert (alone.rank, alone.world, alone.main) == (0, 1, True)

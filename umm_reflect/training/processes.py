@@ -40,12 +40,13 @@ BACKENDS = {"cuda": "nccl", "npu": "hccl"}
 
 @dataclass
 class Processes:
-    """rank of world, local_rank on this machine, and the device that is ours. main: rank 0, which
-    writes files and prints."""
+    """rank of world, local_rank of local_world on this machine, and the device that is ours. main:
+    rank 0, which writes files and prints."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
+    local_world: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: dist.ProcessGroup | None = None  # gloo, on the CPU; None for one process
     _watch: _Watch | None = None
@@ -161,9 +162,8 @@ def start(strategy: Strategy = "auto", device: str = "auto") -> Processes:
     device: auto|cuda|cpu|npu; on a machine with several, each process takes the one of its local
     rank. Errors: UsageError for an environment or a device that does not fit.
     """
-    rank, world, local_rank = (
-        _number(*pair) for pair in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
+    rank, world, local_rank = _number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0)
+    local_world = _number("LOCAL_WORLD_SIZE", world)
     if not 0 <= rank < world:
         raise UsageError(f"RANK is {rank} and WORLD_SIZE {world}", "Start it through torchrun")
     if strategy not in STRATEGIES:
@@ -191,7 +191,7 @@ def start(strategy: Strategy = "auto", device: str = "auto") -> Processes:
         ) from error
     if world == 1:
         return Processes(device=found, group=flags)
-    return Processes(rank, world, local_rank, found, flags, _Watch(rank))
+    return Processes(rank, world, local_rank, local_world, found, flags, _Watch(rank))
 
 
 def _join(device: torch.device, rank: int, world: int) -> dist.ProcessGroup:

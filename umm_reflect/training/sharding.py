@@ -192,7 +192,11 @@ class Replicated(Whole):
 class Sharded(Whole):
     """FSDP2 (`fully_shard`): every process holds a slice of every tensor, trained or frozen. The
     slices of trained ones are fp32 and their own masters; layers are gathered in the compute dtype
-    when they run, and gradients are reduced in fp32 after each batch."""
+    when they run, and gradients are reduced in fp32 after each batch.
+
+    Over several machines, each holds a copy where that fits (see `copies`): then only sums of
+    gradients go between machines, with an update's last batch.
+    """
 
     def __init__(self, step, names, settings, processes, dtype, legacy_bf16):
         from torch.distributed.device_mesh import init_device_mesh
@@ -200,7 +204,10 @@ class Sharded(Whole):
 
         self.processes, self.names, self.dtype = processes, names, dtype
         self._apart, self._summed = False, set()
-        mesh = init_device_mesh(processes.device.type, (processes.world,))
+        self._copies = copies(step, processes, settings)
+        sizes, names_of = (self._copies, processes.world // self._copies), ("copy", "shard")
+        used = slice(0 if self._copies > 1 else 1, None)
+        mesh = init_device_mesh(processes.device.type, sizes[used], mesh_dim_names=names_of[used])
         reduce = dtype if legacy_bf16 else torch.float32
         # rotations and times enter in fp32: inputs are not to be cast
         policy = MixedPrecisionPolicy(
@@ -225,12 +232,14 @@ class Sharded(Whole):
             local,
             [p.shape for p in self.parameters],
             settings,
-            square_sum=processes.sum,
+            square_sum=lambda squares: processes.sum(squares) / self._copies,
             gather=self._gather,
             cut=self._cut,
         )
 
     def backward(self, loss: Tensor, last: bool) -> None:
+        if self._copies > 1:
+            self.module.set_requires_all_reduce(last)
         loss.backward()
         self._ran = True
 
@@ -258,17 +267,18 @@ class Sharded(Whole):
 
     def _gather(self, stack: Tensor, shape: torch.Size) -> Tensor:
         """[n, rows here, columns] → [n, all rows, columns]."""
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import DTensor, Replicate, Shard
 
         whole = torch.Size((len(stack), *shape))
         strides = torch.empty(whole, device="meta").stride()
         options = {"run_check": False, "shape": whole, "stride": strides}
-        return DTensor.from_local(stack, self._mesh, [Shard(1)], **options).full_tensor()
+        placements = [*[Replicate()] * (self._mesh.ndim - 1), Shard(1)]
+        return DTensor.from_local(stack, self._mesh, placements, **options).full_tensor()
 
     def _cut(self, stack: Tensor) -> Tensor:
         """This process's rows of a stack of whole matrices."""
-        parts = stack.chunk(self.processes.world, dim=1)
-        rank = self.processes.rank
+        parts = stack.chunk(self.processes.world // self._copies, dim=1)
+        rank = self._mesh.get_local_rank(self._mesh.ndim - 1)
         return parts[rank] if rank < len(parts) else stack[:, :0]
 
     def frozen(self, name: str, tensor: Tensor) -> Tensor:
@@ -302,6 +312,23 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, before, after in kept:
             module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+def copies(step: nn.Module, processes: Processes, settings: OptimizerSettings) -> int:
+    """How many times the weights are held, each time by the processes of one machine: once a
+    machine where that takes at most half of a device's memory, else once altogether."""
+    machines = processes.world // processes.local_world
+    if machines * processes.local_world != processes.world or processes.local_world == 1:
+        return 1
+    state = 16 if settings.ema_decay is None else 20  # master, gradient, two moments, average
+    needed = sum(
+        p.numel() * (state if p.requires_grad else p.element_size()) for p in step.parameters()
+    )
+    if processes.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(processes.device).total_memory
+        if needed / processes.local_world > memory / 2:
+            return 1
+    return machines
 
 
 def _is_sharded(p: Tensor) -> bool:
