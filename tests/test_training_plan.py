@@ -67,6 +67,15 @@ def test_eight_processes_hold_an_eighth_where_weights_are_sharded_and_all_of_it_
         assert parts(BAGEL_7B_MOT, run)[whole] == one[whole] // cut
 
 
+def test_a_copy_a_machine_is_cut_over_the_processes_of_that_machine():
+    run = TrainingRun(PACK, "full", strategy="fsdp2", world=16, copies=2)
+    eight = TrainingRun(PACK, "full", strategy="fsdp2", world=8)
+    assert parts(BAGEL_7B_MOT, run) == parts(BAGEL_7B_MOT, eight)
+    assert "fsdp2 over 16 processes in 2 copies" in "\n".join(plan_lines(BAGEL_7B_MOT, run))
+    with pytest.raises(ValueError, match="3 copies do not divide 16 processes"):
+        replace(run, copies=3)
+
+
 def test_lora_holds_masters_and_moments_of_its_low_rank_weights_alone():
     found = parts(BAGEL_7B_MOT, TrainingRun(PACK, "lora-gen"))
     assert found["weights: masters"] == 4 * 80_740_352

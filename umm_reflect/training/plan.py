@@ -47,7 +47,8 @@ ENCODED_AT_ONCE = 8
 class TrainingRun:
     """work: of the largest pack of one process; longest: tokens of its longest row (None: all).
 
-    preset, rank, frozen: as in `trainable`. world: processes. bf16: working weights and activations
+    preset, rank, frozen: as in `trainable`. world: processes. copies: of
+    the weights under fsdp2 (`sharding.copies`: one a machine where that fits). bf16: working weights and activations
     (False: fp32, as on a CPU). legacy_bf16: masters and moments too, as the release was trained.
     zero_stage: of DeepSpeed. picture: height and width of what the VAE encodes.
     draws: the run renders trajectories now and then, for which sharded weights are gathered.
@@ -59,6 +60,7 @@ class TrainingRun:
     frozen: tuple[str, ...] = ()
     strategy: Strategy = "none"
     world: int = 1
+    copies: int = 1
     optimizer: Literal["adamw", "muon"] = "adamw"
     ema: bool = False
     recompute: bool = True
@@ -76,6 +78,8 @@ class TrainingRun:
             )
         if self.world < 1:
             raise ValueError(f"a run has {self.world} processes; give 1 or more")
+        if self.copies < 1 or self.world % self.copies:
+            raise ValueError(f"{self.copies} copies do not divide {self.world} processes")
 
     @property
     def item(self) -> int:
@@ -137,7 +141,8 @@ def plan_training(config: BagelConfig, run: TrainingRun) -> MemoryPlan:
     Errors: ValueError for a preset that does not exist or trains nothing.
     """
     size = sizes(config, run.preset, run.rank, run.frozen)
-    item, cut = run.item, run.world
+    item = run.item
+    cut = run.world // run.copies if run.strategy == "fsdp2" else run.world
     sharded = run.strategy == "fsdp2" or (run.strategy == "deepspeed" and run.zero_stage == 3)
     optimizer_cut = cut if run.strategy in ("fsdp2", "deepspeed") else 1
     weights_cut = cut if sharded else 1
@@ -297,6 +302,8 @@ def _way(run: TrainingRun) -> str:
     """'fsdp2 over 8 processes, layers run again'."""
     name = f"deepspeed ZeRO-{run.zero_stage}" if run.strategy == "deepspeed" else run.strategy
     over = f"{name} over {run.world} process{'es' if run.world > 1 else ''}"
+    if run.strategy == "fsdp2" and run.copies > 1:
+        over += f" in {run.copies} copies"
     again = "layers run again" if run.recompute else "all activations kept"
     return f"{'one process' if run.strategy == 'none' else over}, {again}"
 
