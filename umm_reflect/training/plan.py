@@ -47,8 +47,8 @@ ENCODED_AT_ONCE = 8
 class TrainingRun:
     """work: of the largest pack of one process; longest: tokens of its longest row (None: all).
 
-    preset, rank, frozen: as in `trainable`. world: processes. copies: of
-    the weights under fsdp2 (`sharding.copies`: one a machine where that fits). bf16: working weights and activations
+    preset, rank, frozen: as in `trainable`. world: processes. copies: of the weights under fsdp2
+    (`sharding.copies`: one a machine where that fits). bf16: working weights and activations
     (False: fp32, as on a CPU). legacy_bf16: masters and moments too, as the release was trained.
     zero_stage: of DeepSpeed. picture: height and width of what the VAE encodes.
     draws: the run renders trajectories now and then, for which sharded weights are gathered.
