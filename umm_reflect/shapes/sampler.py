@@ -75,6 +75,8 @@ def sample_row(
     TRAINING_MIX."""
     if family is None:
         mix = TRAINING_MIX if not hard else dict.fromkeys(HARD_FAMILIES, 1)
+        if split == "test":  # the test sets have no such family
+            mix = {name: weight for name, weight in mix.items() if name != MIXED}
         family = rng.choices(list(mix), list(mix.values()))[0]
     if split == "test":
         sets = build_sets()
