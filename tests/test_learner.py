@@ -17,11 +17,11 @@ from umm_reflect import Bagel
 from umm_reflect.adapters import adapter_parameters, attach_lora
 from umm_reflect.checkpoint import save
 from umm_reflect.packing import training_forward
-from umm_reflect.training.learner import Learner, OptimizerSettings, empty_batch
+from umm_reflect.training.learner import OptimizerSettings, empty_batch
 from umm_reflect.training.masters import Masters
 from umm_reflect.training.optim import Optimizer
 from umm_reflect.training.parts import with_all_parts
-from umm_reflect.training.processes import Processes
+from umm_reflect.training.processes import Processes, start
 from umm_reflect.training.schedule import Piece, Schedule, release, single
 
 
@@ -396,23 +396,43 @@ def test_an_impossible_schedule_is_named(make, message):
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
+def on_gpu(folder: Path, processes: Processes, strategy: str, settings: OptimizerSettings):
+    """(learner, one update's inputs) of a bf16 model."""
+    bagel = Bagel.from_pretrained(str(folder), device="cuda", dtype="bfloat16").requires_grad_(True)
+    learner = learner_of(bagel, processes, strategy, settings, recompute=True)
+    batch, times, noise = batch_of(bagel, 0)
+    return learner, (batch.to("cuda"), times.cuda(), noise.cuda())
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_an_update_waits_for_no_gpu(folder, name):
-    bagel = Bagel.from_pretrained(str(folder), device="cuda", dtype="bfloat16").requires_grad_(True)
-    processes = Processes(device=torch.device("cuda"))
     settings = OptimizerSettings(name, lr=1e-3, ema_decay=0.9)
-    learner = Learner(bagel, processes, "none", settings, recompute=False, compile=False)
-    batch, times, noise = batch_of(bagel, 0)
-    inputs = batch.to("cuda"), times.cuda(), noise.cuda()
+    learner, inputs = on_gpu(folder, Processes(device=torch.device("cuda")), "none", settings)
     for step in range(3):
         out = learner.forward(*inputs)
-        losses = loss(out, inputs[0], inputs[2], counts(inputs[0]), PRESETS["release"])
-        if step:
-            torch.cuda.set_sync_debug_mode("error")
+        learner.backward(out.ce_S.mean() + out.velocity_BGC.square().mean(), last=True)
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
         try:
-            learner.backward(losses.total, last=True)
             report = learner.step(1.0)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert report.applied
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_wrapped_models_learn_as_plain_ones_on_a_gpu(folder, strategy):
+    curves = []
+    for which in ("none", strategy):
+        with start(which, "cuda") as processes:
+            learner, inputs = on_gpu(folder, processes, which, OptimizerSettings(lr=1e-3, eps=1e-5))
+            losses = []
+            for _ in range(10):
+                out = learner.forward(*inputs)
+                losses.append(out.ce_S.mean() + out.velocity_BGC.square().mean())
+                learner.backward(losses[-1], last=True)
+                learner.step(1.0)
+            curves.append(torch.stack(losses).detach().cpu())
+    torch.testing.assert_close(curves[0], curves[1], atol=0.02, rtol=0)
+    assert curves[0][-1] < 0.9 * curves[0][0]

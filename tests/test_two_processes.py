@@ -123,6 +123,14 @@ def test_one_process_learns_in_these_cases_at_all(folder, alone):
     assert all(tensor.abs().max() > 0.005 for tensor in low_rank.values())
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_one_process_may_be_wrapped_too(folder, alone, strategy):
+    with start(strategy, "cpu") as processes:
+        result = trained_on(processes, folder, strategy, *CASES["full"])
+    assert result["ddp" if strategy == "ddp" else "sharded"]
+    torch.testing.assert_close(result["losses"], alone["full"]["losses"], atol=1e-5, rtol=0)
+
+
 def on_two_machines(processes: Processes, folder: Path, out: Path) -> dict:
     """Four processes, two a machine: three updates over eight batches each, then a state."""
     bagel = tiny_bagel(folder)

@@ -79,10 +79,10 @@ class Processes:
         """Wait until all processes are here."""
         self.any(False)
 
-    def fail(self, why: str) -> None:
-        """Tell the others that this process ends; they end too, within a quarter of a minute."""
-        if self._watch is not None:
-            self._watch.tell(why)
+    def fail(self, why: str) -> str:
+        """Tell the others that this process ends; they end too, within a quarter of a minute.
+        Returns "rank: why" of another that has failed before, if there is one."""
+        return "" if self._watch is None else self._watch.tell(why)
 
     def close(self) -> None:
         """Leave the group. Nothing of a group works after it."""
@@ -100,7 +100,9 @@ class Processes:
             self.close()
             return
         # the others may wait in a collective: leaving the group would wait for them
-        self.fail(f"{kind.__name__}: {error}")
+        first = self.fail(f"{kind.__name__}: {error}")
+        if first and not isinstance(error, UserError):  # which says enough
+            say(self.rank, first)
 
 
 class _Watch:
@@ -117,16 +119,15 @@ class _Watch:
         self._thread = threading.Thread(target=self._look, name="failures", daemon=True)
         self._thread.start()
 
-    def tell(self, why: str) -> None:
-        """The first that fails is the one that is named."""
+    def tell(self, why: str) -> str:
+        """The first that fails is the one that is named: it, unless it is this one."""
         self._told = True
         mine = f"rank {self.rank}: {why}"[:2000]
         try:
             first = _connect().compare_set(self._key, "", mine).decode()
         except (RuntimeError, dist.DistError) as error:  # the store went with its process
             first = f"the process that keeps the run together is gone ({error})"
-        if first != mine:
-            self._say(first)
+        return "" if first == mine else first
 
     def stop(self) -> None:
         self._ended.set()
@@ -140,13 +141,14 @@ class _Watch:
                 text = "the process that keeps the run together is gone"
             if text:
                 if not self._told and not self._ended.wait(GRACE_SECONDS) and not self._told:
-                    self._say(text)
+                    say(self.rank, text)
                     os._exit(1)
                 return
 
-    def _say(self, text: str) -> None:
-        sys.stdout.flush()
-        print(f"error: rank {self.rank} ends because of {text}", file=sys.stderr, flush=True)
+
+def say(rank: int, cause: str) -> None:
+    sys.stdout.flush()
+    print(f"error: rank {rank} ends because of {cause}", file=sys.stderr, flush=True)
 
 
 def _connect() -> dist.TCPStore:

@@ -87,6 +87,7 @@ class DeepSpeed:
             "communication_data_type": "fp32",
             "data_types": {"grad_accum_dtype": "fp32"},
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # where the launch file offloads
         }
         mixed = {torch.bfloat16: "bf16", torch.float32: "no"}[dtype]
         groups = [
