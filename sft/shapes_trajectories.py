@@ -57,12 +57,16 @@ class Config:
     """Folders of eval.collect."""
     seed: int = 0
     """Other numbers give other trajectories."""
+    side: int = SIDE
+    """Of the pictures that are rendered, in pixels."""
     workers: int = 0
     """Processes; 0: one a core."""
 
     def __post_init__(self) -> None:
         if min(self.trajectories, self.drawings, self.workers) < 0:
             raise ValueError("trajectories, drawings and workers must be 0 or more")
+        if self.side < 8:
+            raise ValueError(f"side is {self.side}; a scene needs at least 8 pixels")
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class File:
     count: int
     seed: int
     source: Path | None = None
+    side: int = SIDE
 
 
 def files(config: Config) -> list[File]:
@@ -98,6 +103,7 @@ def files(config: Config) -> list[File]:
             min(PER_FILE[kind], total - start),
             config.seed,
             source,
+            config.side,
         )
         for kind, total, source, name in wanted
         for start in range(0, total, PER_FILE[kind])
@@ -118,7 +124,7 @@ def looks(file: File, rng: random.Random) -> Iterator[Record]:
     for i in range(file.start, file.start + file.count):
         task = "edit" if rng.random() < EDITING else "t2i"
         trajectory = make_trajectory(rng, hard=rng.random() < HARD_LOOKS, task=task)
-        yield shapes_record(trajectory, f"look-{file.seed}-{i:06d}", SIDE)
+        yield shapes_record(trajectory, f"look-{file.seed}-{i:06d}", file.side)
 
 
 def drawings(file: File, rng: random.Random) -> Iterator[Record]:
@@ -131,7 +137,7 @@ def drawings(file: File, rng: random.Random) -> Iterator[Record]:
         row = sample_row(rng, hard=hard)
         scene = scene_for(row, rng, hard=hard and rng.random() < HARD_SCENES)
         uid, prompt = f"drawing-{file.seed}-{i:06d}", phrase(row, rng)
-        yield Record(uid, "t2i", prompt, (), (picture(render(scene, SIDE)),))
+        yield Record(uid, "t2i", prompt, (), (picture(render(scene, file.side)),))
 
 
 def own(file: File, rng: random.Random) -> Iterator[Record]:

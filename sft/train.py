@@ -41,7 +41,7 @@ from umm_reflect.files import write_aside
 from umm_reflect.training import resume, trainable
 from umm_reflect.training.flops import Work, flops, learns_of, mfu, peak_flops
 from umm_reflect.training.learner import Learner
-from umm_reflect.training.metrics import MetricsLog, plot_curves, progress
+from umm_reflect.training.metrics import MetricsLog, memory_used, plot_curves, progress
 from umm_reflect.training.processes import Processes, start
 from umm_reflect.training.signals import noticed_signals
 
@@ -300,6 +300,7 @@ class Run:
             peak=peak_of(processes.device),
         )
         values |= {} if share is None else {"mfu": share}
+        values |= memory_used(processes.device)
         for kind, count in kinds.items():
             values[f"{kind}/passes"] = count / len(self.prepared.sampler.usable[kind])
         if values["skipped"] > sums.steps / 2:

@@ -18,9 +18,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from umm_reflect.files import write_aside
+
+if TYPE_CHECKING:
+    import torch
 
 FILE = "metrics.jsonl"
 # Curves of more points than this get a smoothed line over the pale raw one.
@@ -75,6 +78,20 @@ def _plain(value: Any) -> Any:
         return value
     number = float(value.detach() if hasattr(value, "detach") else value)
     return float(f"{number:.6g}") if math.isfinite(number) else None
+
+
+def memory_used(device: torch.device) -> dict[str, float]:
+    """Peaks of this process in GiB so far: `host_gib` (resident, pages of mapped files too) and on
+    a GPU `gpu_gib` (what the allocator holds)."""
+    import resource
+
+    import torch
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    used = {"host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    if device.type == "cuda":
+        used["gpu_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
+    return used
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
