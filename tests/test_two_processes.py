@@ -68,7 +68,7 @@ def trained_on(processes, folder, strategy, settings, lora: bool, dtype: str, ki
     """Ten updates over four batches each, shared out; losses, what wrapped the model, weights."""
     bagel = tiny_bagel(folder, dtype, trained=not lora)
     if lora:
-        attach_lora(bagel, rank=2, alpha=4)
+        attach_lora(bagel, rank=2, alpha=4, seed=processes.rank)  # rank 0's is the start
     learner = learner_of(bagel, processes, strategy, settings, recompute=True)
     losses = []
     for step in range(STEPS):

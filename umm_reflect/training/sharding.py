@@ -144,11 +144,9 @@ class Replicated(Whole):
     def __init__(self, step, names, settings, processes, dtype, legacy_bf16):
         from torch.nn.parallel import DistributedDataParallel
 
+        one_start(step)
         super().__init__(step, names, settings, processes, dtype, legacy_bf16)
         self._apart = True
-        for master in self.masters.masters:  # one start for all
-            dist.broadcast(master, 0)
-        self.masters.publish()
         # torch 2.13 calls broadcast_buffers otherwise; the tables are the same everywhere
         known = inspect.signature(DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -204,6 +202,7 @@ class Sharded(Whole):
 
         self.processes, self.names, self.dtype = processes, names, dtype
         self._apart, self._summed = False, set()
+        one_start(step)
         self._copies = copies(step, processes, settings)
         sizes, names_of = (self._copies, processes.world // self._copies), ("copy", "shard")
         used = slice(0 if self._copies > 1 else 1, None)
@@ -312,6 +311,14 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, before, after in kept:
             module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+@torch.no_grad()
+def one_start(step: nn.Module) -> None:
+    """What is trained begins as rank 0 has it, whatever the others have drawn."""
+    for p in step.parameters():
+        if p.requires_grad:
+            dist.broadcast(p.data, 0)
 
 
 def copies(step: nn.Module, processes: Processes, settings: OptimizerSettings) -> int:
