@@ -32,11 +32,21 @@ from umm_reflect.context import TextSegment
 from umm_reflect.flow import sample_times
 from umm_reflect.images import Transforms
 from umm_reflect.layout import Frame, latent_grid
-from umm_reflect.packing import Example, PackedBatch, PackedRow, Piece, collate, pack_row
+from umm_reflect.packing import (
+    MAX_DENSE,
+    Example,
+    PackedBatch,
+    PackedRow,
+    Piece,
+    collate,
+    pack_row,
+)
 from umm_reflect.rng import stream
 from umm_reflect.training.flops import Work, work
 
-MULTIPLE = 32  # padded tokens of a row: kernels with a mask want multiples of 8
+# Tokens of each expert are padded to a multiple: kernels with a mask want 8, and flex attention, of
+# long rows, is compiled for each length that comes.
+MULTIPLE, LONG_MULTIPLE = 32, 1024
 EMPTY: Example = (Piece(TextSegment(())),)
 
 ImageKey = tuple[str, str, int]  # "anchor" or "", uid, number of the image
@@ -200,7 +210,8 @@ class Reader:
 
     def _parcel(self, task, packed, used, names, fresh, bad) -> Parcel:
         most = [max(row.sizes[k] for row in packed) for k in (0, 1)]
-        u, g = (-(-size // MULTIPLE) * MULTIPLE for size in most)
+        multiple = MULTIPLE if sum(most) <= MAX_DENSE else LONG_MULTIPLE
+        u, g = (-(-size // multiple) * multiple for size in most)
         blocks = [image for row in packed for image in row.vae_images]
         looks = [image for row in packed for image in row.vit_images]
         cells = [latent_grid(image, self.config) for image in blocks]

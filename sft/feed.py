@@ -6,6 +6,7 @@ for parcel in feed(reader, tasks, workers=8, pin=True): ...
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,14 @@ def _loader(
         pin_memory=pin,
         timeout=WAIT_SECONDS,
         multiprocessing_context="fork" if hasattr(os, "fork") else None,
+        worker_init_fn=_leave_signals_to_the_trainer,
     )
+
+
+def _leave_signals_to_the_trainer(_worker: int) -> None:
+    """A job that is stopped signals all its processes; this one ends when the trainer has saved."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Parcels:

@@ -269,9 +269,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "loss": {"timestep_shift": 2.0},
         "packing": {
             "weights": {"controller": 0, "whole": 1},
-            "expected_tokens": 1280,
-            "max_tokens": 1536,
-            "max_sample_tokens": 1536,
+            "expected_tokens": 900,
+            "max_tokens": 1280,
+            "max_sample_tokens": 1280,
         },
         "frozen": (),
         "optimizer": {"lr": 1e-4, "eps": 1e-10},
