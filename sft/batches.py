@@ -93,7 +93,7 @@ class Parcel:
     a sample of the posterior (its noise is in "posterior"). drawn: all rows, pack by pack.
     """
 
-    buffer: Tensor
+    buffer: Tensor | np.ndarray
     fields: dict[str, tuple[str, tuple[int, ...], int, int]]
     latents: list[ImageKey]
     noised: list[bool]
@@ -107,11 +107,11 @@ class Parcel:
     bad: list[tuple[Drawn, str, Rule, str]]
 
     def pin_memory(self) -> Parcel:
-        return replace(self, buffer=self.buffer.pin_memory())
+        return replace(self, buffer=torch.as_tensor(self.buffer).pin_memory())
 
     def arrays(self, device: torch.device | str) -> dict[str, Tensor]:
         """All arrays on the device, as views of one copy of the buffer."""
-        whole = self.buffer.to(device, non_blocking=True)
+        whole = torch.as_tensor(self.buffer).to(device, non_blocking=True)
         views = {}
         for name, (dtype, shape, start, end) in self.fields.items():
             views[name] = whole[start:end].view(getattr(torch, dtype)).view(shape)

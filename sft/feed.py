@@ -5,9 +5,12 @@ for parcel in feed(reader, tasks, workers=8, pin=True): ...
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import signal
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sft.batches import Parcel, Reader, Task
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
 
 WAIT_SECONDS = 600.0  # for a parcel: one large pack takes seconds
 MAX_WORKERS = 16
+# Workers hand a parcel over in shared memory, unless there is less of it than so much for each
+# (a container has 64 MiB in all, unless told otherwise): then through a pipe, which is slower.
+SHARED = "/dev/shm"
+SHARED_BYTES = 64 * 2**20
 
 
 def default_workers(processes: int = 1) -> int:
@@ -53,8 +60,9 @@ def _loader(
 ) -> DataLoader:
     from torch.utils.data import DataLoader
 
+    room = shutil.disk_usage(SHARED).free if os.path.isdir(SHARED) else math.inf
     return DataLoader(
-        _Parcels(reader),
+        _Parcels(reader, through_pipes=room < workers * ahead * SHARED_BYTES),
         sampler=tasks,
         batch_size=None,
         collate_fn=_itself,
@@ -76,14 +84,15 @@ def _leave_signals_to_the_trainer(_worker: int) -> None:
 class _Parcels:
     """The reader as what a DataLoader takes: an index is a task."""
 
-    def __init__(self, reader: Reader):
-        self.reader = reader
+    def __init__(self, reader: Reader, through_pipes: bool):
+        self.reader, self.through_pipes = reader, through_pipes
 
     def __getitem__(self, task: Task) -> Parcel | UserError:
         try:
-            return self.reader(task)
+            parcel = self.reader(task)
         except UserError as error:  # a worker's exception would lose its parts on the way
             return error
+        return replace(parcel, buffer=parcel.buffer.numpy()) if self.through_pipes else parcel
 
 
 def _itself(parcel: Parcel) -> Parcel:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import sft.feed
 from sft.batches import Reader, Task, expert_tokens, image_key, levelled
 from sft.data import Picture, Record, read_dataset
 from sft.data_convert import example_records
@@ -166,14 +167,17 @@ def test_what_exceeds_the_room_is_sent_and_encoded_each_time(rows, vae):
     assert 0 < len(small.kept) < len(large.kept)
 
 
-def test_workers_give_the_parcels_in_order_and_the_same_bytes(rows):
+@pytest.mark.parametrize("shared", [0, 2**60])
+def test_workers_give_the_parcels_in_order_and_the_same_bytes(rows, monkeypatch, shared):
+    # in shared memory, and where there is too little of it through pipes
+    monkeypatch.setattr(sft.feed, "SHARED_BYTES", shared)
     reads = reader(rows)
     tasks = [reads.task(packs(rows, step), {}) for step in range(5)]
     here = list(feed(reads, tasks, 0))
     there = list(feed(reads, tasks, 2))
     assert len(there) == 5
     for a, b in zip(here, there, strict=True):
-        assert torch.equal(a.buffer, b.buffer)
+        assert torch.equal(a.buffer, torch.as_tensor(b.buffer))
         assert a.drawn == b.drawn
 
 
