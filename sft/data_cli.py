@@ -114,8 +114,8 @@ class ConvertConfig:
     """Folder, .jsonl file or hub id."""
     output_dir: Annotated[Path, tyro.conf.Positional]
     """A new or empty folder."""
-    to: Literal["jsonl", "release"] = "jsonl"
-    """JSONL with pictures, or the release's Parquet."""
+    to: Literal["jsonl", "parquet", "release"] = "jsonl"
+    """JSONL with pictures, the same in Parquet, or the release's Parquet."""
     add_plan: bool = False
     """Give drawing tasks the turn before the first image that the release's schema wants."""
 
@@ -277,7 +277,7 @@ def read_system_prompt(path: Path, sha256: str | None, found: Found) -> str:
 
 def convert(config: ConvertConfig) -> int:
     from sft.data_convert import misfit, with_plan, write_release
-    from sft.data_own import write_jsonl
+    from sft.data_own import write_jsonl, write_tables
 
     left_out: Counter[str] = Counter()
 
@@ -297,8 +297,8 @@ def convert(config: ConvertConfig) -> int:
                 continue
             yield record
 
-    write = write_jsonl if config.to == "jsonl" else write_release
-    count = write(good(), config.output_dir)
+    writers = {"jsonl": write_jsonl, "parquet": write_tables, "release": write_release}
+    count = writers[config.to](good(), config.output_dir)
     for why, number in left_out.most_common():
         print(f"{number:8,}  left out: {why}")
     print(f"wrote {count:,} trajectories to {config.output_dir}")

@@ -32,6 +32,7 @@ as a list, `images`. Files are named trajectories*.parquet; many processes can w
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -48,6 +49,7 @@ from umm_reflect.files import write_aside
 from umm_reflect.settings import nearest
 
 TRAJECTORIES = "trajectories.jsonl"
+TABLE_ROWS = 1000  # of a Parquet file: as many pictures are in memory while it is written
 ROW_GROUP = 32  # a reader of one image reads those of its whole group
 RECORD_KEYS = (
     *("uid", "task", "prompt", "images", "turns", "plan", "system_prompt", "open"),
@@ -306,6 +308,16 @@ def write_jsonl(records: Iterable[Record], folder: str | Path) -> int:
         lines.append(json.dumps(line_of(record, images), ensure_ascii=False))
     write_aside(folder / TRAJECTORIES, "".join(f"{line}\n" for line in lines))
     return len(lines)
+
+
+def write_tables(records: Iterable[Record], folder: str | Path, rows: int = TABLE_ROWS) -> int:
+    """Write trajectories-00000.parquet and so on into a new or empty folder; how many rows."""
+    folder, count = empty_folder(folder), 0
+    some = iter(records)
+    while part := list(itertools.islice(some, rows)):
+        write_parquet(part, folder / f"trajectories-{count // rows:05d}.parquet")
+        count += len(part)
+    return count
 
 
 def write_parquet(records: Iterable[Record], path: str | Path) -> int:

@@ -34,6 +34,8 @@ from umm_reflect.profile import ReflectionProfile
 from umm_reflect.tokens import Tokens
 from umm_reflect.training.processes import Processes
 
+# Packs that are counted before a run, to say what it will see: a few seconds.
+PLANNED_PACKS = 60_000
 # The numbers of held-out rows begin here, so that no random stream is shared with a training row.
 HELD_OUT_FROM = 1 << 40
 
@@ -56,7 +58,10 @@ class Prepared:
     def lines(self, steps: int) -> Iterator[str]:
         """For a terminal: what there is, and what so many steps see of it."""
         yield f"{self.records:,} trajectories to learn from, {len(self.held):,} held out"
-        yield from self.sampler.coverage(steps).lines()
+        planned = max(1, min(steps, PLANNED_PACKS // self.sampler.packs_per_step))
+        if planned < steps:
+            yield f"the first {planned:,} of {steps:,} steps:"
+        yield from self.sampler.coverage(planned).lines()
         for kind in self.sampler.empty:
             yield f"{kind}: no row can be used; the other kinds make up for it"
 

@@ -12,8 +12,9 @@ from PIL import Image
 from eval.shapes import ShapesVerifier
 from sft import shapes_trajectories
 from sft.data import Record, Rule, read_dataset, schema_of
+from sft.data_cli import main
 from sft.data_convert import example_records, misfit
-from sft.data_own import write_jsonl, write_parquet
+from sft.data_own import write_jsonl, write_parquet, write_tables
 from sft.rows import Layer, Row, expand
 from sft.shapes_trajectories import Config, files, generate
 from tests.letters import LETTERS
@@ -48,6 +49,18 @@ def test_parquet_gives_back_what_was_written_as_jsonl_does(tmp_path):
         [p.size for p in r.images] for r in lines.records
     ]
     assert all(p.data is None for r in table.records for p in r.images)
+
+
+def test_convert_writes_tables_that_read_back(tmp_path, capsys):
+    write_jsonl(example_records(5), tmp_path / "lines")
+    words = [str(tmp_path / "lines"), str(tmp_path / "tables"), "--to", "parquet"]
+    assert main(["convert", *words]) == 0
+    assert "wrote 5 trajectories" in capsys.readouterr().out
+    assert write_tables(example_records(5), tmp_path / "small", rows=2) == 5
+    assert len(list((tmp_path / "small").iterdir())) == 3
+    for name in ("tables", "small"):
+        found = read_dataset(tmp_path / name)
+        assert [content(r) for r in found.records] == [content(r) for r in example_records(5)]
 
 
 def test_processes_read_the_same_records(tmp_path):
