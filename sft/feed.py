@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 WAIT_SECONDS = 600.0  # for a parcel: one large pack takes seconds
+GRACE_SECONDS = 15  # that a worker lives on after SIGTERM
 MAX_WORKERS = 16
 # Workers hand a parcel over in shared memory, unless there is less of it than so much for each
 # (a container has 64 MiB in all, unless told otherwise): then through a pipe, which is slower.
@@ -35,10 +36,11 @@ def default_workers(processes: int = 1) -> int:
 
 def feed(
     reader: Reader, tasks: Iterable[Task], workers: int, *, pin: bool = False, ahead: int = 2
-) -> Iterator[Parcel]:
+) -> Generator[Parcel, None, None]:
     """The parcels of the tasks, in order. workers: processes, each `ahead` tasks ahead; 0: here.
 
-    Tasks are taken as workers get free. Errors: UserError of a worker, or that one died.
+    Tasks are taken as workers get free; closing the generator ends the workers. Errors: UserError
+    of a worker, or that one died.
     """
     if workers == 0:
         yield from map(reader, tasks)
@@ -76,9 +78,12 @@ def _loader(
 
 
 def _leave_signals_to_the_trainer(_worker: int) -> None:
-    """A job that is stopped signals all its processes; this one ends when the trainer has saved."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    """A job that is stopped signals all its processes; this one goes on for a while, so that the
+    trainer can end its step and save. It then ends as if it were done, which is no failure.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE_SECONDS))
 
 
 class _Parcels:

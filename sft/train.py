@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -155,36 +156,46 @@ class Run:
 
     def go(self) -> int:
         config, processes = self.config, self.processes
-        first = self.step
-        waiting = train_data.tasks(self.prepared, config, processes, self.store, first)
-        pin = processes.device.type == "cuda"
-        parcels = feed(self.prepared.reader, waiting, self.prepared.workers, pin=pin)
-        each = train_data.forwards(config.packs_per_step, processes, config.packs_per_forward)
-        bar = progress(config.max_steps - first, "sft") if processes.main else None
-        self.log = MetricsLog(config.output_dir, from_step=first + 1) if processes.main else None
+        self.first = self.step
+        self.bar = progress(config.max_steps - self.first, "sft") if processes.main else None
+        from_step = self.first + 1
+        self.log = MetricsLog(config.output_dir, from_step) if processes.main else None
         self.tracker = tracker_of(config) if processes.main else None
         self.began = self.logged = time.monotonic()
-        with noticed_signals() as noticed:
-            while self.step < config.max_steps and self.share() < 1:
-                part = self.fetch(parcels, each, noticed)
-                if part is None:
-                    self.save()
-                    return 128 + noticed[0] if noticed else 0
-                self.update(part)
-                if self.step % config.log_every == 0 or self.step == config.max_steps:
-                    values = self.report()
-                    if bar is not None:
-                        bar.advance(self.step - first - bar.done, **shown(values))
-                if config.validation.every and self.step % config.validation.every == 0:
-                    self.look()
-                if self.step % config.save_every == 0 and self.step < config.max_steps:
-                    self.save()
+        waiting = train_data.tasks(self.prepared, config, processes, self.store, self.first)
+        pin = processes.device.type == "cuda"
+        parcels = feed(self.prepared.reader, waiting, self.prepared.workers, pin=pin)
+        # closing ends the workers, whatever happens
+        with noticed_signals() as noticed, closing(parcels):
+            stopped = self.steps(parcels, noticed)
+        if stopped:
+            self.save()
+            return 128 + stopped
         self.report()
         if not (config.validation.every and self.step % config.validation.every == 0):
             self.look()
         self.save()
         if processes.main:
             print(f"{self.step} steps in {self.used():.0f} s: {config.output_dir / NEWEST}")
+        return 0
+
+    def steps(self, parcels: Iterator[Parcel], noticed: list[int]) -> int:
+        """All steps; the number of the signal that ended them early, or 0."""
+        config, processes = self.config, self.processes
+        each = train_data.forwards(config.packs_per_step, processes, config.packs_per_forward)
+        while self.step < config.max_steps and self.share() < 1:
+            part = self.fetch(parcels, each, noticed)
+            if isinstance(part, int):
+                return part
+            self.update(part)
+            if self.step % config.log_every == 0 or self.step == config.max_steps:
+                values = self.report()
+                if self.bar is not None:
+                    self.bar.advance(self.step - self.first - self.bar.done, **shown(values))
+            if config.validation.every and self.step % config.validation.every == 0:
+                self.look()
+            if self.step % config.save_every == 0 and self.step < config.max_steps:
+                self.save()
         return 0
 
     def used(self) -> float:
@@ -201,9 +212,9 @@ class Run:
 
     def fetch(
         self, parcels: Iterator[Parcel], count: int, noticed: list[int]
-    ) -> list[Parcel] | None:
-        """The parcels of the next step; None when a process was told to stop. One process's error
-        is everybody's."""
+    ) -> list[Parcel] | int:
+        """The parcels of the next step; or the number of a signal, when a process got one. One
+        process's error is everybody's."""
         began, problem, part = time.monotonic(), None, []
         try:
             part = list(islice(parcels, count))
@@ -213,16 +224,18 @@ class Run:
         except UserError as error:
             problem = error
         self.sums.waited += time.monotonic() - began
-        why = str(problem) if problem else f"signal {noticed[0]}" if noticed else ""
+        why = f"signal {noticed[0]}" if noticed else str(problem) if problem else ""
         raised = self.processes.any(bool(why), why)
-        if problem:
+        if problem and not noticed:
             raise problem
         for rank, text in raised:
             if not text.startswith("signal "):
                 raise UserError(f"rank {rank} failed: {text}", "The other processes end with it")
-        if raised and self.processes.main:
+        if not raised:
+            return part
+        if self.processes.main:
             print(f"stopping: {raised[0][1]} on rank {raised[0][0]}", file=sys.stderr)
-        return None if raised else part
+        return int(raised[0][1].split()[1])
 
     def update(self, parcels: Sequence[Parcel]) -> None:
         """One step: forwards and backwards, then all weights."""

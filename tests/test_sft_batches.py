@@ -5,6 +5,9 @@ The reference is the plain path of `sft.packs` (read, pack, encode, collate) on 
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -221,14 +224,28 @@ def test_an_error_in_a_worker_arrives_as_itself(rows):
 def test_a_worker_that_dies_is_an_error_that_says_so(rows):
     class Dying(Reader):
         def __call__(self, task):
-            import os
-
             os._exit(9)
 
     planner = Layer(TOKENS, TRANSFORMS, "Draw.", "ours", stand_ins=True)
     dying = Dying(rows, planner, FRAME, TINY, MIXTURE, SHIFT, 3)
     with pytest.raises(UserError, match="a data worker ended"):
         next(feed(dying, [Task((), ())], 1))
+
+
+def test_a_worker_that_is_told_to_end_does_so_after_a_while_and_without_a_failure(
+    rows, monkeypatch
+):
+    monkeypatch.setattr(sft.feed, "GRACE_SECONDS", 1)
+    reads = reader(rows)
+    parcels = feed(reads, (reads.task(packs(rows), {}) for _ in range(10_000)), 1)
+    next(parcels)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGTERM)
+    for _ in range(3):  # it goes on for now
+        next(parcels)
+    worker.join(20)
+    assert worker.exitcode == 0
+    parcels.close()
 
 
 def test_scores_and_actions_of_turns_are_found_among_the_scored_tokens(rows):
