@@ -174,6 +174,9 @@ class Drawn:
     number: int
     tokens: int
 
+    def __reduce__(self) -> tuple:  # workers are sent thousands a second
+        return Drawn, (self.kind, self.index, self.number, self.tokens)
+
 
 Pack = tuple[Drawn, ...]
 
