@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -249,7 +249,9 @@ def show(config: ShowConfig) -> int:
     profile = hub.profile(folder)
     prompt = profile.system_prompt
     if config.system_prompt is not None:
-        prompt = read_system_prompt(config.system_prompt, config.system_prompt_sha256, found)
+        prompt = read_system_prompt(
+            config.system_prompt, config.system_prompt_sha256, [found.schema]
+        )
     tokens = Tokens.from_folder(folder)
     layer = Layer(tokens, profile.transforms, prompt, config.weighting, profile.edit_view)
     laid = layer.lay(rows[place])
@@ -260,7 +262,7 @@ def show(config: ShowConfig) -> int:
     return 0
 
 
-def read_system_prompt(path: Path, sha256: str | None, found: Found) -> str:
+def read_system_prompt(path: Path, sha256: str | None, schemas: Collection[str]) -> str:
     """The text of a prompt file. Its hash must be `sha256`; without it, for the release's rows, the
     published one.
 
@@ -270,7 +272,7 @@ def read_system_prompt(path: Path, sha256: str | None, found: Found) -> str:
     from umm_reflect.files import sha256 as hash_of
 
     if sha256 is None:
-        of_release = found.schema in ("release", "hub")
+        of_release = not {"release", "hub"}.isdisjoint(schemas)
         sha256 = hub.PROMPT_SHA256 if of_release or not path.exists() else hash_of(path)
     return hub.read_prompt(path, sha256)
 

@@ -17,10 +17,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from sft import lengths
 from sft.batches import Reader, Task
-from sft.data import Found, Record, read_dataset, split
+from sft.data import Found, Record, read_dataset, schema_of, split
 from sft.feed import default_workers
 from sft.latents import ImageStore
+from sft.lengths import Lengths
 from sft.mixture import Measured, Mixture, Sampler, pack_once, share
 from sft.packs import measure
 from sft.rows import Kind, Layer, Row, check_release_counts, expand
@@ -34,6 +36,7 @@ from umm_reflect.profile import ReflectionProfile
 from umm_reflect.tokens import Tokens
 from umm_reflect.training.processes import Processes
 
+LENGTHS = "lengths.json"  # in the output folder
 # Packs that are counted before a run, to say what it will see: a few seconds.
 PLANNED_PACKS = 60_000
 # The numbers of held-out rows begin here, so that no random stream is shared with a training row.
@@ -78,9 +81,18 @@ def prepare(config: Config, processes: Processes) -> Prepared:
     workers = config.workers
     if workers is None:
         workers = default_workers(_local_world(processes))
-    found = _read(config, processes, workers)
-    profile = _profile(config, folder, found)
+    profile = _profile(config, folder)
     mixture = config.packing.mixture()
+    kinds = [kind for kind, weight in mixture.weights.items() if weight]
+    kinds += [mixture.every_pack] if mixture.every_pack not in (None, *kinds) else []
+    settings = [model, profile, config.weighting, config.full_view, kinds, config.validation.share]
+    settings += [config.seed, tokens.tokenizer.to_str()]
+    path, signature = config.output_dir / LENGTHS, None
+    known: Lengths | None = None
+    if processes.main:
+        signature = lengths.sign(config.data, settings)
+        known = lengths.recall(path, signature)
+    found = _read(config, processes, workers, known)
     planner = Layer(
         tokens,
         profile.transforms,
@@ -90,14 +102,19 @@ def prepare(config: Config, processes: Processes) -> Prepared:
         stand_ins=True,
     )
     learn, held = split(found.records, config.validation.share, config.seed)
-    kinds = [kind for kind, weight in mixture.weights.items() if weight]
-    kinds += [mixture.every_pack] if mixture.every_pack not in (None, *kinds) else []
     rows = expand(learn, found.anchors, kinds)
     held_rows = expand(held, (), [kind for kind in kinds if kind != "anchor"])
-    measured, held_measured = _told(
-        processes,
-        lambda: [measure(some, planner, frame, model, workers) for some in (rows, held_rows)],
-    )
+
+    def measure_all() -> tuple[Measured, Measured]:
+        if known is not None:
+            return known.measured
+        both = [measure(some, planner, frame, model, workers) for some in (rows, held_rows)]
+        if not config.dry_run:
+            uids = (frozenset(r.uid for r in some) for some in (found.records, found.anchors))
+            lengths.keep(path, signature, Lengths(*uids, tuple(both)))
+        return tuple(both)
+
+    measured, held_measured = _told(processes, measure_all)
 
     def reader(some: Mapping[Kind, list[Row]], mixture: Mixture) -> Reader:
         return Reader(some, planner, frame, model, mixture, config.loss, config.seed)
@@ -120,31 +137,37 @@ def _local_world(processes: Processes) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", processes.world))
 
 
-def _read(config: Config, processes: Processes, workers: int) -> Found:
-    """All datasets as one, without what breaks a rule; the same on all processes."""
-    images = "headers" if processes.main else "none"
+def _read(config: Config, processes: Processes, workers: int, known: Lengths | None) -> Found:
+    """All datasets as one, without what breaks a rule; the same on all processes. known: what an
+    earlier start found, so that pictures need not be read.
+    """
+    headers = processes.main and known is None
     threads = max(1, workers)
     found = [
-        read_dataset(source, images, workers=threads, processes=workers) for source in config.data
+        read_dataset(source, "headers" if headers else "none", workers=threads, processes=workers)
+        for source in config.data
     ]
-    for one in found:
-        one.refuse_more_than(config.max_bad)
-    if config.expect:
-        for one in found:
-            check_release_counts(one)
-    records, anchors = _joined(found, "records"), _joined(found, "anchors")
-    good = _told(processes, lambda: [{r.uid for r in some} for some in (records, anchors)])
-    kept = [
-        [r for r in some if r.uid in g] for some, g in zip((records, anchors), good, strict=True)
-    ]
-    if not (kept[0] or kept[1]):
-        raise UserError("no row can be used", "umm-reflect data check names every problem.")
-    if not processes.main:
-        return replace(found[0], records=tuple(kept[0]), anchors=tuple(kept[1]))
     for one, source in zip(found, config.data, strict=True):
-        if one.bad:
+        one.refuse_more_than(config.max_bad)
+        if config.expect:
+            check_release_counts(one)
+        if one.bad and processes.main:
             print(f"{source}: {one.bad} of {one.rows} rows break a rule and are left out")
-    return replace(found[0], records=tuple(kept[0]), anchors=tuple(kept[1]))
+    both = _joined(found, "records"), _joined(found, "anchors")
+
+    def uids() -> list[frozenset[str]]:
+        if known is not None:
+            return [known.records, known.anchors]
+        return [frozenset(record.uid for record in some) for some in both]
+
+    good = _told(processes, uids)
+    records, anchors = (
+        tuple(record for record in some if record.uid in mine)
+        for some, mine in zip(both, good, strict=True)
+    )
+    if not (records or anchors):
+        raise UserError("no row can be used", "umm-reflect data check names every problem.")
+    return replace(found[0], records=records, anchors=anchors)
 
 
 def _joined(found: list[Found], name: str) -> list[Record]:
@@ -167,14 +190,17 @@ def _told(processes: Processes, make):
     return box[0]
 
 
-def _profile(config: Config, folder: Path, found: Found) -> ReflectionProfile:
-    """How the model is run, with the system prompt that it is trained with."""
+def _profile(config: Config, folder: Path) -> ReflectionProfile:
+    """How the model is run, with the system prompt that it is trained with. A prompt file of the
+    release's data must have the published hash, unless another one is given.
+    """
     from sft.data_cli import read_system_prompt
 
     profile = hub.profile(folder)
     if config.system_prompt is None:
         return profile
-    text = read_system_prompt(config.system_prompt, config.system_prompt_sha256, found)
+    schemas = {schema_of(source) for source in config.data}
+    text = read_system_prompt(config.system_prompt, config.system_prompt_sha256, schemas)
     return replace(profile, system_prompt=text)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import sft.train
+import sft.train_data
 import sft.train_output
 from sft.train_config import Config
 from tests.learning import run_processes
@@ -32,6 +34,7 @@ from tests.sft_runs import (
     write_folders,
 )
 from umm_reflect.training import resume
+from umm_reflect.training.processes import Processes
 
 STEPS = 6
 CHANGES = {"max_steps": STEPS, "save_every": 1, "optimizer": {"ema_decay": 0.9}}
@@ -101,6 +104,34 @@ def run_alone(config: Config) -> None:
 def lines_of(out: Path) -> list[bytes]:
     path = out / "metrics.jsonl"
     return path.read_bytes().splitlines() if path.exists() else []
+
+
+def test_a_start_that_goes_on_reads_no_picture_until_data_or_settings_change(
+    folders, tmp_path, monkeypatch
+):
+    reads, read = [], sft.train_data.read_dataset
+
+    def noted(source, images, **options):
+        reads.append(images)
+        return read(source, images, **options)
+
+    monkeypatch.setattr(sft.train_data, "read_dataset", noted)
+    data = tmp_path / "data"
+    shutil.copytree(folders.data, data)
+    prepared = []
+    for change in ({}, {}, {"seed": 1}, {}):
+        config = tiny_config(folders, tmp_path / "run", **{"data": [str(data)], **change})
+        if len(reads) == 3:
+            (data / "trajectories.jsonl").touch()
+        prepared.append(sft.train_data.prepare(config, Processes()))
+    assert reads == ["headers", "none", "headers", "headers"]
+    first, again, _, last = prepared
+    for other in (again, last):
+        assert other.sampler.fingerprint() == first.sampler.fingerprint()
+        assert other.held_packs == first.held_packs
+    (tmp_path / "run" / "lengths.json").write_text("damaged")
+    sft.train_data.prepare(config, Processes())
+    assert reads[-1] == "headers"
 
 
 class Killed(BaseException):
