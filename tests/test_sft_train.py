@@ -11,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import sft.batches
 import sft.train
 from sft.data import read_dataset
 from sft.train import main
@@ -28,6 +29,7 @@ from tests.sft_runs import (
     write_folders,
 )
 from umm_reflect import Bagel
+from umm_reflect.errors import UserError
 from umm_reflect.hub import profile
 from umm_reflect.packing import TrainingOutput
 from umm_reflect.settings import load_yaml
@@ -131,6 +133,31 @@ def test_two_processes_give_the_losses_of_one_also_with_unequal_shares(folders, 
         for some in (metrics(tmp_path / "one"), lines)
     ]
     assert held[0][0]["held_out/ce"] == pytest.approx(held[1][0]["held_out/ce"], abs=1e-5)
+
+
+def test_one_process_that_fails_ends_all_of_them_by_name(folders, tmp_path):
+    config = tiny_config(folders, tmp_path / "run", packs_per_forward=1, max_steps=3)
+    with pytest.raises(AssertionError) as failed:
+        run_processes(run_with_a_failure, 2, config)
+    text = str(failed.value)
+    assert "rank 1: " in text
+    assert "the disk is gone" in text
+    assert "rank 1 failed: the disk is gone" in text  # what rank 0 says
+    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+def run_with_a_failure(processes, config) -> None:
+    """The data of rank 1 fail in the second step."""
+    read, calls = sft.batches.Reader.__call__, []
+
+    def failing(self, task):
+        calls.append(task)
+        if processes.rank == 1 and not task.decisions and len(calls) > 2:
+            raise UserError("the disk is gone", "Mount it")
+        return read(self, task)
+
+    sft.batches.Reader.__call__ = failing
+    run_on(processes, config)
 
 
 def test_lora_leaves_an_adapter_and_goes_on_with_it(folders, tmp_path):
