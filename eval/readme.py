@@ -3,8 +3,9 @@
     python -m eval.readme            # rewrites the blocks between <!-- figures:NAME --> marks
     python -m eval.readme --check    # exit code 1 when a block differs from its result file
 
-The figures come from files that commands wrote: `umm-reflect eval` (results/*/summary.json) and
-`python -m agent.full_size` (full_size.json), both kept under pretrained/.
+The figures come from files that commands wrote: `umm-reflect eval` (results/*/summary.json),
+`python -m agent.full_size` (full_size.json) and `umm-reflect sft` (metrics.jsonl), all kept under
+pretrained/.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 from umm_reflect.files import write_aside
 
@@ -22,6 +24,17 @@ ROOT = Path(__file__).resolve().parent.parent
 NANO = ROOT / "pretrained" / "bagel-nano-shapes"
 FILES = (ROOT / "README.md", NANO / "README.md")
 RESULTS = NANO / "results"
+SFT = (
+    (
+        "BAGEL-7B, LoRA of both experts, pictures of 512²",
+        "pretrained/results/sft_lora_512_h200.jsonl",
+    ),
+    (
+        "BAGEL-7B, LoRA of both experts, pictures of 1024²",
+        "pretrained/results/sft_lora_1024_h200.jsonl",
+    ),
+    ("nano, all weights", "pretrained/bagel-nano-shapes/results/sft/metrics.jsonl"),
+)
 FULL_SIZE = ROOT / "pretrained" / "results" / "full_size_h200.json"
 MARK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
@@ -95,7 +108,24 @@ def full_size() -> str:
     return "\n".join(lines + [f"| {what} | {figure} |" for what, figure in rows]) + "\n"
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"evaluation": evaluation, "full-size": full_size}
+def sft() -> str:
+    """How fast the SFT trainer ran: medians over the second half of each run's lines of metrics."""
+    lines = ["| one NVIDIA H200 | tokens/s | MFU | GPU memory |", "|---|---|---|---|"]
+    for name, path in SFT:
+        told = [json.loads(line) for line in (ROOT / path).read_text(encoding="utf-8").splitlines()]
+        steps = [line for line in told if "tokens_per_second" in line]
+        late = steps[len(steps) // 2 :]
+        speed, share = (median(line[k] for line in late) for k in ("tokens_per_second", "mfu"))
+        held = f"{max(line['gpu_gib'] for line in steps):.1f} GiB"
+        lines.append(f"| {name} | {speed:,.0f} | {share:.0%} | {held} |")
+    return "\n".join(lines) + "\n"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "evaluation": evaluation,
+    "full-size": full_size,
+    "sft": sft,
+}
 
 
 def filled(text: str) -> str:

@@ -1,25 +1,32 @@
 #!/usr/bin/env bash
-# The nano model from nothing, in order: tokenizer, autoencoder, joint pre-training, reflection fine-tuning,
-# its own first images with a judge's reading, looking at those, evaluation.
+# The nano model from nothing, in order, on one GPU (each stage under 9 minutes):
 #
-#   bash scripts/nano.sh                               # everything, on one GPU (each stage under 9 minutes)
+#   tokenizer, vae     the parts that stay as they are
+#   pretrain, reflect  describe, draw, edit; then trajectories
+#   collect, grow      its own first images with a judge's reading, and all of it again with those
+#   gather, sft        its own trajectories, distorted shapes and drawn ones; then the SFT trainer
+#   eval               the test sets, three seeds, both edit views
+#
+#   bash scripts/nano.sh                               # everything
 #   bash scripts/nano.sh --stages tokenizer,vae        # only these; what is done already is skipped
 #   bash scripts/nano.sh --work DIR --python PYTHON    # another work folder; an interpreter that has the packages
 #
-# Ends with a complete checkpoint folder in WORK/refine/checkpoint and its evaluation in WORK/eval.
+# Ends with a complete checkpoint folder in WORK/sft/checkpoint and its evaluation in WORK/eval.
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 
-STAGES=tokenizer,vae,pretrain,reflect,collect,refine,eval
+STAGES=tokenizer,vae,pretrain,reflect,collect,grow,gather,sft,eval
 WORK="$ROOT/outputs/nano"
 OWN_PYTHON=
-REFINE_SECONDS=230
+GROW_SECONDS=380
+SFT_SECONDS=300
 while [ $# -gt 0 ]; do
   case "$1" in
     --stages) STAGES="$2"; shift 2 ;;
     --work) WORK="$2"; shift 2 ;;
-    --refine-seconds) REFINE_SECONDS="$2"; shift 2 ;;
+    --grow-seconds) GROW_SECONDS="$2"; shift 2 ;;
+    --sft-seconds) SFT_SECONDS="$2"; shift 2 ;;
     --python) OWN_PYTHON="$2"; shift 2 ;;
-    *) echo "error: unknown argument $1. Known: --stages, --work, --python, --refine-seconds." >&2; exit 2 ;;
+    *) echo "error: unknown argument $1. Known: --stages, --work, --python, --grow-seconds, --sft-seconds." >&2; exit 2 ;;
   esac
 done
 if [ -n "$OWN_PYTHON" ]; then PYTHON="$OWN_PYTHON"; else setup; fi
@@ -51,18 +58,48 @@ if wanted reflect; then
     --muon-lr 0.012 --adamw-lr 1.2e-3 --draw-rows 144 --look-rows 36
   finished reflect
 fi
+# together FOLDER CHECKPOINT COUNT [MORE]: three collectors side by side, since one does not fill a GPU
+together() {
+  local folder="$1" checkpoint="$2" count="$3" pids=() pid
+  shift 3
+  for part in 0 1 2; do
+    "$PYTHON" -m eval.collect --model "$checkpoint" --output-dir "$WORK/$folder$part" --count "$count" \
+      --batch-size 1024 --seed "$part" --workers 3 "$@" &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid"; done
+}
+
 if wanted collect; then
-  "$PYTHON" -m eval.collect --model "$WORK/reflect/checkpoint" --output-dir "$WORK/own" --count 16384
+  together own "$WORK/reflect/checkpoint" 12288
   finished collect
 fi
-if wanted refine; then
-  "$PYTHON" -m sft.pretrain --init "$WORK/reflect/checkpoint" --collected "$WORK/own" \
-    --output-dir "$WORK/refine" "${COMMON[@]}" --seconds "$REFINE_SECONDS" --decay 0.6 --compile --ema 0.999 \
-    --muon-lr 0.015 --adamw-lr 1.5e-3 --draw-rows 224 --look-rows 16 --own-rows 8 --seed 1
-  finished refine
+if wanted grow; then
+  "$PYTHON" -m sft.pretrain --init "$WORK/reflect/checkpoint" --collected "$WORK"/own{0,1,2} \
+    --output-dir "$WORK/grow" "${COMMON[@]}" --first-shard 1000 --draw-shards 80 --seconds "$GROW_SECONDS" \
+    --decay 0.6 --compile --ema 0.999 --muon-lr 0.016 --adamw-lr 1.6e-3 \
+    --draw-rows 192 --kept-rows 32 --look-rows 12 --own-rows 8 --seed 2
+  finished grow
+fi
+if wanted gather; then
+  "$PYTHON" -m sft.shapes_trajectories "$WORK/trajectories" --trajectories 30000 --drawings 40000 --workers 6 &
+  drawn=$!
+  "$PYTHON" -m eval.distort --count 30000 --output-dir "$WORK/distorted" --workers 5 &
+  distorted=$!
+  together looked "$WORK/grow/checkpoint" 5120 --rounds 2
+  wait "$drawn"
+  wait "$distorted"
+  "$PYTHON" -m sft.shapes_trajectories "$WORK/trajectories" --trajectories 0 \
+    --collected "$WORK"/looked{0,1,2} "$WORK/distorted"
+  finished gather
+fi
+if wanted sft; then
+  "$PYTHON" -m sft.train --config scripts/sft/nano.yaml --data "$WORK/trajectories" \
+    --model "$WORK/grow/checkpoint" --output-dir "$WORK/sft" --max-seconds "$SFT_SECONDS"
+  finished sft
 fi
 if wanted eval; then
-  "$PYTHON" -m eval.run shapes553 compound hard --model "$WORK/refine/checkpoint" --seeds 0,1,2 \
+  "$PYTHON" -m eval.run shapes553 compound hard --model "$WORK/sft/checkpoint" --seeds 0,1,2 \
     --edit-view both --batch-size 512 --output-dir "$WORK/eval" --overwrite
   finished eval
 fi

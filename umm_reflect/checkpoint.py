@@ -79,6 +79,11 @@ class TensorFiles:
             return safe_open(path, framework="pt", device=device)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing", "Fetch the checkpoint again") from None
+        except RuntimeError as error:  # torch's own, where the address space is limited
+            raise CheckpointError(
+                f"{path} cannot be mapped into memory ({error})",
+                "Raise the limit (ulimit -v, vm.overcommit_memory), or take a machine with more",
+            ) from error
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{path} is not a readable safetensors file ({error})",
