@@ -17,6 +17,7 @@ kind (`MALFORMED`) fails every row: the image holds something that nobody asked 
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,48 @@ class _Outcome:
     reason: str
 
 
+@dataclass(frozen=True)
+class ClauseFinding:
+    """What became of one include clause: how many were found, and what share of it is there."""
+
+    clause: str
+    held: bool
+    found: int
+    credit: float
+
+    def to_record(self) -> dict[str, object]:
+        """The finding as a JSON-serialisable dict."""
+        return {
+            "clause": self.clause,
+            "held": self.held,
+            "found": self.found,
+            "credit": round(self.credit, 4),
+        }
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """A row held against detections. `shares`: one per include clause, then one for each exclude
+    clause that no include clause covers; what each is worth in [0, 1]."""
+
+    clauses: tuple[ClauseFinding, ...]
+    reasons: tuple[str, ...]
+    shares: tuple[float, ...]
+    malformed: int
+
+    @property
+    def correct(self) -> bool:
+        return not self.reasons
+
+    @property
+    def reason(self) -> str:
+        return "; ".join(self.reasons) or "as asked"
+
+    def score(self) -> float:
+        """1 if correct; otherwise the mean share, scaled into [0, 0.5)."""
+        return 1.0 if self.correct else _failing_score(self.shares, self.malformed)
+
+
 def judge(row: Row, detections: Sequence[Detection], *, reading: Reading = "official") -> Verdict:
     """Decide whether an image with these detections is what the row asks for.
 
@@ -110,10 +153,20 @@ def judge(row: Row, detections: Sequence[Detection], *, reading: Reading = "offi
     Raises ValueError for a row that does not follow the schema, and where a clause asks for the
     colour of a detection that was not classified.
     """
-    include = [_clause(c, i, "include") for i, c in enumerate(_clauses(row, "include"))]
-    exclude = [_clause(c, i, "exclude") for i, c in enumerate(_clauses(row, "exclude"))]
-    if not include and not exclude:
-        raise ValueError(f"row has no include clause: {dict(row)}")
+    found = assess(row, detections, reading=reading)
+    evidence = {
+        "reading": reading,
+        "clauses": [clause.to_record() for clause in found.clauses],
+        "detections": [d.to_record() for d in detections],
+    }
+    return Verdict(found.correct, found.score(), found.reason, evidence)
+
+
+def assess(row: Row, detections: Sequence[Detection], *, reading: Reading) -> Assessment:
+    """What `judge` decides from: the include clauses one by one, all reasons, all shares."""
+    check_row(row)
+    include = [_clause(c, i, "include") for i, c in _numbered(row, "include")]
+    exclude = [_clause(c, i, "exclude") for i, c in _numbered(row, "exclude")]
     threshold = 0.0 if reading == "exact" else detection_threshold(row)
     kept = {
         kind: keep(detections, kind, threshold, None if reading == "exact" else MAX_OBJECTS)
@@ -146,23 +199,26 @@ def judge(row: Row, detections: Sequence[Detection], *, reading: Reading = "offi
         if malformed:
             noun = "an object has" if malformed == 1 else f"{malformed} objects have"
             reasons.append(f"{noun} no recognisable shape")
+    clauses = tuple(
+        ClauseFinding(c.name, o.held, o.found, o.credit)
+        for c, o in zip(include, outcomes, strict=True)
+    )
+    return Assessment(clauses, tuple(reasons), tuple(shares), malformed)
 
-    correct = not reasons
-    score = 1.0 if correct else _failing_score(shares, malformed)
-    evidence = {
-        "reading": reading,
-        "clauses": [
-            {
-                "clause": c.name,
-                "held": o.held,
-                "found": o.found,
-                "credit": round(o.credit, 4),
-            }
-            for c, o in zip(include, outcomes, strict=True)
-        ],
-        "detections": [d.to_record() for d in detections],
-    }
-    return Verdict(correct, score, "; ".join(reasons) or "as asked", evidence)
+
+def check_row(row: Row, classes: Sequence[str] = ()) -> None:
+    """Raise ValueError, with the reason, unless `judge` can judge the row.
+
+    classes: what a detector can find; a row that names another class is refused. (): any class.
+    """
+    clauses = [_clause(c, i, key) for key in ("include", "exclude") for i, c in _numbered(row, key)]
+    if not clauses:
+        raise ValueError(f"row has no include clause: {dict(row)}")
+    for clause in clauses:
+        if classes and clause.kind not in classes:
+            close = difflib.get_close_matches(clause.kind, classes, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"no detector finds {clause.kind!r}, which the row names{hint}")
 
 
 def detection_threshold(row: Row) -> float:
@@ -205,13 +261,11 @@ def offset_direction(subject: Detection, anchor: Detection) -> tuple[float, floa
 def relations_of(subject: Detection, anchor: Detection) -> set[str]:
     """Every relation in which the subject stands to the anchor: none, one or two of RELATIONS."""
     return {
-        relation
-        for relation in RELATIONS
-        if _component(subject, anchor, relation) > DIRECTION_THRESHOLD
+        relation for relation in RELATIONS if along(subject, anchor, relation) > DIRECTION_THRESHOLD
     }
 
 
-def _component(subject: Detection, anchor: Detection, relation: str) -> float:
+def along(subject: Detection, anchor: Detection, relation: str) -> float:
     """Signed share of the offset along the relation, in [-1, 1]; above 0.5 the relation holds."""
     dx, dy = offset_direction(subject, anchor)
     return {"left of": -dx, "right of": dx, "above": -dy, "below": dy}[relation]
@@ -242,7 +296,7 @@ def _judge_include(
     name = f"{clause.name} {_is(clause)} not {clause.relation} {anchor_clause.name}"
     if anchor_outcome.taken is None:
         return _Outcome(False, None, found, 0.6 * credit, f"{name} (which is not right)")
-    component = min(_component(s, a, clause.relation) for s in taken for a in anchor_outcome.taken)
+    component = min(along(s, a, clause.relation) for s in taken for a in anchor_outcome.taken)
     if component > DIRECTION_THRESHOLD:
         return _Outcome(True, tuple(taken), found, credit, "")
     closeness = (component + 1) / (DIRECTION_THRESHOLD + 1)  # 0: opposite side, 1: nearly there
@@ -255,7 +309,8 @@ class _Spare:
 
     other_color: tuple[Detection, ...]  # its class, another colour
     other_kind: tuple[Detection, ...]  # its colour, another class
-    faint: tuple[float, ...]  # its class, below the threshold: score / threshold, best first
+    faint: tuple[Detection, ...]  # its class, below the threshold
+    threshold: float
 
 
 def _spare(
@@ -281,15 +336,9 @@ def _spare(
             and not claimed(d)
         ),
         faint=tuple(
-            sorted(
-                (
-                    d.score / threshold
-                    for d in detections
-                    if threshold and d.kind == clause.kind and d.score <= threshold
-                ),
-                reverse=True,
-            )
+            d for d in detections if threshold and d.kind == clause.kind and d.score <= threshold
         ),
+        threshold=threshold,
     )
 
 
@@ -297,16 +346,19 @@ def _credit(clause: _Clause, found: int, spare: _Spare) -> float:
     """Share of a clause that is there, in [0, 1].
 
     Each instance found gives 1. An instance that is missing gives the best of what is left over:
-    0.5 to 1 for the class in another colour (by the probability of the right one), the score
-    over the threshold times 0.5 for one below the threshold, 0.25 for another class in its colour.
+    0.5 to 1 for the class in another colour (by the probability of the right one), half of that for
+    one below the threshold, in proportion to its score, and 0.25 for another class in its colour.
     """
-    offers = [
-        0.5 + 0.5 * (d.color_probabilities[COLORS.index(clause.color)])
-        if d.color_probabilities and clause.color
-        else 0.5
-        for d in spare.other_color
-    ]
-    offers += [0.5 * f for f in spare.faint]
+
+    def likeness(d: Detection) -> float:
+        if clause.color is None:
+            return 1.0
+        if d.color_probabilities is None:
+            return 0.5
+        return 0.5 + 0.5 * d.color_probabilities[COLORS.index(clause.color)]
+
+    offers = [likeness(d) for d in spare.other_color]
+    offers += [0.5 * likeness(d) * d.score / spare.threshold for d in spare.faint]
     offers += [0.25 for _ in spare.other_kind]
     missing = max(0, clause.count - found)
     return (min(found, clause.count) + sum(sorted(offers, reverse=True)[:missing])) / clause.count
@@ -356,17 +408,17 @@ def _is(clause: _Clause) -> str:
     return "is" if clause.count == 1 else "are"
 
 
-def _clauses(row: Row, key: str) -> Sequence[Mapping[str, object]]:
+def _numbered(row: Row, key: str) -> Sequence[tuple[int, Mapping[str, object]]]:
     value = row.get(key) or []
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple) or not all(isinstance(c, Mapping) for c in value):
         raise ValueError(f"row[{key!r}] must be a list of clauses, got {value!r}")
-    return value
+    return list(enumerate(value))
 
 
 def _clause(clause: Mapping[str, object], index: int, where: str) -> _Clause:
     kind, count = clause.get("class"), clause.get("count")
     color, position = clause.get("color"), clause.get("position")
-    if not isinstance(kind, str) or not isinstance(count, int) or count < 1:
+    if not isinstance(kind, str) or type(count) is not int or count < 1:
         raise ValueError(f"{where}[{index}] needs a class and a count >= 1, got {dict(clause)}")
     if color is not None and color not in COLORS:
         raise ValueError(f"{where}[{index}] has colour {color!r}, not one of {', '.join(COLORS)}")
@@ -374,9 +426,11 @@ def _clause(clause: Mapping[str, object], index: int, where: str) -> _Clause:
         return _Clause(kind, count, color, None, None)
     if where == "exclude":
         raise ValueError(f"exclude[{index}] has a position; only include clauses may")
+    if not isinstance(position, list | tuple) or len(position) != 2:
+        raise ValueError(f"include[{index}] has position {position!r}, not [relation, anchor]")
     relation, anchor = position
     if relation not in RELATIONS:
         raise ValueError(f"include[{index}] has relation {relation!r}, not one of {RELATIONS}")
-    if not isinstance(anchor, int) or not 0 <= anchor < index:
+    if type(anchor) is not int or not 0 <= anchor < index:
         raise ValueError(f"include[{index}] has anchor {anchor!r}; it must be an earlier clause")
     return _Clause(kind, count, color, relation, anchor)

@@ -2,6 +2,9 @@
 
 The suite fails when a test (or a whole file) is skipped for a reason that has none of the words in
 GOOD_SKIP_REASONS, so that a test cannot quietly stop testing. Works with and without xdist.
+
+Tests that are marked slow (they install or start something large) run where CI=true, as in .ci/run
+on a server, and with --slow.
 """
 
 from __future__ import annotations
@@ -30,6 +33,18 @@ def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
     if report.skipped and not hasattr(report, "wasxfail"):
         where = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         _skips.append((report.nodeid, where.removeprefix("Skipped: ")))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests that are marked slow too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow") or os.environ.get("CI") == "true":
+        return
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="slow service: runs in CI and with --slow"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

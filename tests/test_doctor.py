@@ -25,7 +25,8 @@ def test_the_machine_report_has_versions_devices_extras_models_and_disks(capsys)
     code, report = doctor_json(capsys)
     assert code == 0
     assert report["core"]["torch"] == torch.__version__
-    assert set(report["extras"]) == {"train", "deepspeed", "serve", "vllm", "dev"}
+    extras = {"train", "deepspeed", "serve", "ocr", "vl", "vllm", "dev"}
+    assert set(report["extras"]) == extras
     assert report["devices"][-1]["device"] == "cpu"
     assert report["devices"][-1]["dtype"] == "float32"
     assert report["disk"]["here"]["free_bytes"] > 0

@@ -45,6 +45,9 @@ VERBS = {
     "rl": Verb("rl.train:main", "train on rewards"),
     "merge": Verb("umm_reflect.merge:main", "a base and an adapter: one model folder, checked"),
     "eval": Verb("eval.run:main", "generate a test set, judge it, write result files"),
+    "geneval": Verb("eval.geneval_cli:main", "GenEval: prompts, training pools, weights"),
+    "reward": Verb("eval.reward_cli:main", "is a judge fit for use (check); judge images (score)"),
+    "serve-reward": Verb("eval.server:main", "a judge behind HTTP, for trainers elsewhere"),
     "doctor": Verb("umm_reflect.doctor:main", "versions, devices, what is missing; memory plan"),
     "download": Verb("umm_reflect.download:main", "fetch a model and what it needs, checked"),
     "parity": Verb("umm_reflect.parity:main", "compare this code with a golden folder"),
@@ -188,6 +191,8 @@ _EXTRA_OF_MODULE = {
     "fastapi": "serve",
     "uvicorn": "serve",
     "vllm": "vllm",
+    "rapidocr": "ocr",
+    "onnxruntime": "ocr",
 }
 
 

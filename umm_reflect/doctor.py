@@ -35,7 +35,9 @@ CORE = (
 EXTRAS = {
     "train": ("accelerate", "datasets", "pyarrow"),
     "deepspeed": ("deepspeed",),
-    "serve": ("gradio", "fastapi", "uvicorn"),
+    "serve": ("gradio", "fastapi", "uvicorn", "python-multipart"),
+    "ocr": ("rapidocr", "onnxruntime"),
+    "vl": ("torchvision",),
     "vllm": ("vllm",),
     "dev": ("pytest", "pytest-xdist", "pytest-timeout", "ruff"),
 }

@@ -4,6 +4,7 @@
     umm-reflect download YijiaFan/UMM-Reflection-BAGEL-RL --output-dir pretrained/UMM-Reflection-BAGEL-RL
     umm-reflect download base --dry-run               # only say what would be fetched
     umm-reflect download prompt                       # the released checkpoints' system prompt
+    umm-reflect download geneval                      # what the GenEval verifier is made from
 
 Without --output-dir files go to the hub's cache, where every command finds them by id. A published
 hash is checked; elsewhere the first hash is recorded, printed and enforced from then on.
@@ -35,7 +36,7 @@ SHORT_NAMES = {
 class DownloadConfig:
     """Fetch a model (or the released system prompt) and check it.
 
-    Short names: base, sft, rl, spectrareward, prompt.
+    Short names: base, sft, rl, spectrareward, prompt, geneval.
     """
 
     name: Annotated[str, tyro.conf.Positional]
@@ -60,8 +61,13 @@ def main(argv: Sequence[str]) -> int:
     if name == "prompt":
         print(_fetch_prompt(config.output_dir))
         return 0
+    if name == "geneval":
+        from umm_reflect.verifier_files import fetch_verifier
+
+        print(fetch_verifier(config.output_dir, dry_run=config.dry_run))
+        return 0
     if not hub.is_hub_id(name):
-        short = ", ".join([*SHORT_NAMES, "prompt"])
+        short = ", ".join([*SHORT_NAMES, "prompt", "geneval"])
         raise UsageError(
             f"'{name}' is no hub id (owner/model or owner/model@revision)",
             f"Short names: {short}.",

@@ -156,7 +156,8 @@ def _from_hub(name: str, download: bool) -> Path:
                 repo, revision=revision, allow_patterns=list(WANTED_FILES), local_files_only=True
             )
         )
-        if (folder / "adapter_config.json").exists() or not missing_files(folder):
+        whole = (folder / "adapter_config.json").exists() or not missing_files(folder)
+        if whole or _is_whole_model(folder):
             check_hashes(repo, revision, folder)
             return folder
     except LocalEntryNotFoundError:
@@ -164,6 +165,20 @@ def _from_hub(name: str, download: bool) -> Path:
     if not download:
         raise UserError(f"{name} is not here", f"Fetch it with: umm-reflect download {name}")
     return fetch(name)
+
+
+def _is_whole_model(folder: Path) -> bool:
+    """Whether a folder is a model in transformers' layout (a judge's, say) with all its weights."""
+    if not (folder / "config.json").exists() or (folder / "llm_config.json").exists():
+        return False
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return (folder / "model.safetensors").exists()
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return all((folder / shard).exists() for shard in shards)
 
 
 def plan_fetch(name: str, output_dir: Path | None = None) -> list[tuple[str, int, bool]]:
