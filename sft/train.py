@@ -342,8 +342,7 @@ class Run:
             values = self.held_out.look(self.learner, self.store, config.loss)
             self.write(values)
             if self.processes.main:
-                brief = {name: v for name, v in values.items() if "/t " not in name}
-                print(f"step {self.step}: " + "  ".join(f"{n} {v:.4g}" for n, v in brief.items()))
+                print(f"step {self.step}: " + "  ".join(brief(values)))
         if config.validation.pictures and self.prepared.held:
             path = config.output_dir / "pictures" / f"step-{self.step:07d}.png"
             averaged = config.optimizer.ema_decay is not None
@@ -383,6 +382,14 @@ def shown(values: dict[str, float]) -> dict[str, float]:
     """What a progress line has room for."""
     names = ("ce", "mse", "lr", "tokens_per_second", "mfu")
     return {name: values[name] for name in names if name in values}
+
+
+def brief(values: dict[str, float]) -> Iterator[str]:
+    """Of the held-out numbers the two losses and the decisions."""
+    for name, value in values.items():
+        short = name.removeprefix("held_out/")
+        if short in ("ce", "mse") or short.endswith(("score_accuracy", "action_accuracy")):
+            yield f"{name} {value:.4g}"
 
 
 def peak_of(device: torch.device) -> float | None:

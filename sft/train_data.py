@@ -66,7 +66,9 @@ class Prepared:
             yield f"the first {planned:,} of {steps:,} steps:"
         yield from self.sampler.coverage(planned).lines()
         for kind in self.sampler.empty:
-            yield f"{kind}: no row can be used; the other kinds make up for it"
+            there = len(self.sampler.tokens.get(kind, ()))
+            why = f"none of {there:,} rows can be used" if there else "the data hold no such row"
+            yield f"{kind}: {why}; the other kinds make up for it"
 
 
 def prepare(config: Config, processes: Processes) -> Prepared:
