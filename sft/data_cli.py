@@ -57,7 +57,7 @@ class CheckConfig:
     max_bad: float = 0.0
     """Share of the rows that may break a rule."""
     workers: int = 2
-    """Threads that read and decode images."""
+    """Threads that read and decode images; processes, for files of our own Parquet."""
     expect: Literal["release"] | None = None
     """Also compare the counts with the published ones."""
     report: Path | None = None
@@ -151,7 +151,13 @@ def example(config: ExampleConfig) -> int:
 
 
 def check(config: CheckConfig) -> int:
-    found = read_dataset(config.source, config.images, workers=config.workers, keep_pictures=False)
+    found = read_dataset(
+        config.source,
+        config.images,
+        workers=config.workers,
+        processes=config.workers,
+        keep_pictures=False,
+    )
     if config.report:
         from umm_reflect.files import write_aside
 
