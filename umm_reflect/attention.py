@@ -192,7 +192,8 @@ def _kernel(backend: Backend, q: Tensor, mask: Tensor | None):
         return sdpa_kernel([SDPBackend.MATH])
     fallback = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     # cuDNN's backward gave NaN in a captured graph (torch 2.11, H200): it only serves inference
-    if backend == "flash" or (backend == "auto" and torch.is_grad_enabled()):
+    learning = torch.is_grad_enabled() and backend not in ("cudnn", "efficient")
+    if backend == "flash" or learning:
         order = fallback if mask is None else fallback[1:]
     elif backend == "efficient" or mask is not None or q.dtype == torch.float32:
         order = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
