@@ -7,9 +7,7 @@ for batch in batches(config, views=["local"]):      # lists of Sample: one view,
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +17,16 @@ import tyro
 
 from agent.config import NANO, ReflectConfig
 from eval.results import Sample
+from eval.sets import check_name, request_of, reward_of, rows_of, short_name
 from umm_reflect.settings import to_mapping
-from umm_reflect.shapes.sets import EvalRow, build_sets
 
 if TYPE_CHECKING:
     from agent.types import EditView
 
-SetName = Literal["shapes553", "compound", "hard"]
-
 # What may differ when a run is resumed: it decides how fast the results come, not what they are.
 # (Device and number format are compared as they were resolved.)
-HOW_FAST = ("batch_size", "workers", "device", "dtype", "output_dir", "resume", "overwrite")
+HOW_FAST = ("batch_size", "workers", "gpus", "device", "dtype", "output_dir", "resume", "overwrite")
+HOW_FAST += ("log_samples",)
 
 
 @dataclass(frozen=True)
@@ -37,41 +34,59 @@ class EvalConfig:
     """Generate test sets, judge every image, and write the figures with their intervals.
 
     What is None comes from the model. Writes results.jsonl, summary.json, timing.json, config.yaml,
-    env.json, and for each set and edit view pictures to look at.
+    env.json, and for each set and edit view pictures to look at. --list tells of the sets.
     """
 
-    sets: Annotated[tuple[SetName, ...], tyro.conf.Positional] = ("shapes553",)
-    """One or more test sets."""
+    sets: Annotated[tuple[str, ...], tyro.conf.Positional] = ("shapes553",)
+    """One or more of shapes553, compound, hard, geneval553, or files of rows (.jsonl)."""
     model: str = NANO
     """A folder, a hub id or id@revision."""
     adapter: str | None = None
     """A LoRA adapter on top: a folder or a hub id."""
     seeds: str = "0"
     """Sampling seeds, with commas: 0,1,2."""
-    samples_per_prompt: int = 1
-    """How many samples of each row and seed."""
+    samples_per_prompt: int | None = None
+    """How many samples of each row and seed: 1, or GenEval's 4 under its profile."""
     limit: int | None = None
     """Only so many rows of each set, spread over it: for a try, never comparable."""
     edit_view: Literal["local", "full", "both"] | None = None
     """What an edit sees; both: two runs, and their paired difference."""
-    max_rounds: int = 3
-    """How many edits may be drawn."""
+    max_rounds: int | None = None
+    """How many edits may be drawn: 3, or none under GenEval's profile."""
     max_tokens: int | None = None
     """How long one turn may be."""
     temperature: float | None = None
     """Of the text; 0 takes the most likely token."""
     layout: Literal["rl", "sft"] | None = None
     """sft: the model plans before the first image."""
-    profile: Literal["ours", "release"] = "ours"
-    """release: the loop as published (no final look, the last image is kept, no retry)."""
+    profile: Literal["ours", "release", "official"] = "ours"
+    """release: loop and sampler as published; official: GenEval's own protocol, without edits."""
+    arm: Literal["base", "sft", "rl"] | None = None
+    """Which model of a comparison this is; release: edits of an rl arm have noise of their own."""
+    repair_rng_step: int | None = None
+    """release: this number in the windows of edits, instead of the arm's (0, or 500 for rl)."""
+    raw_prompt: bool = False
+    """geneval553: ask "a photo of a bench", not "Create an image with a bench."."""
+    reward: str | None = None
+    """Who judges: a reward's name or a YAML file; otherwise shapes or geneval, as the set asks."""
+    reward_set: tuple[str, ...] = ()
+    """Settings of the judge: KEY=VALUE ..."""
     steps: int | None = None
     """Denoising steps of each image."""
     text_scale: float | None = None
     """Guidance toward the text; 1 is off."""
     image_scale: float | None = None
     """Guidance toward the image; 1 is off."""
+    predict_only: bool = False
+    """Draw and keep every image, judge none: --images does that later."""
+    images: Path | None = None
+    """Judge the images of this folder: one of --predict-only, or in GenEval's layout."""
+    log_samples: bool = False
+    """Keep every trajectory with its images, not only those on the sheets."""
     batch_size: int = 8
     """How many samples run together: 8 suits a CPU, 256 or more a large GPU."""
+    gpus: int = 1
+    """Processes that generate, one on each GPU (0: all GPUs); on a CPU, so many side by side."""
     workers: int = 0
     """Processes that judge; 0: one per core."""
     output_dir: Path = Path("outputs/eval")
@@ -88,24 +103,57 @@ class EvalConfig:
     """The attention kernel."""
 
     def __post_init__(self) -> None:
-        least = {"samples_per_prompt": 1, "limit": 1, "max_rounds": 0, "batch_size": 1}
-        for name, value in {**least, "workers": 0}.items():
+        official = self.profile == "official"
+        for name, value in {"samples_per_prompt": (1, 4), "max_rounds": (3, 0)}.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value[official])
+        least = {
+            "repair_rng_step": 0,
+            "samples_per_prompt": 1,
+            "limit": 1,
+            "max_rounds": 0,
+            "batch_size": 1,
+        }
+        for name, value in {**least, "workers": 0, "gpus": 0}.items():
             given = getattr(self, name)
             if given is not None and given < value:
                 raise ValueError(f"--{name.replace('_', '-')} is {given}; give {value} or more")
-        if not self.sets or len(set(self.sets)) < len(self.sets):
+        for name in self.sets:
+            check_name(name)
+        if not self.sets or len(set(map(short_name, self.sets))) < len(self.sets):
             raise ValueError(f"the sets are {' '.join(self.sets) or '(none)'}; name each once")
         if self.resume and self.overwrite:
             raise ValueError("--resume goes on with results and --overwrite drops them; give one")
+        if self.predict_only and self.images:
+            raise ValueError("--predict-only draws images and --images judges them; give one")
+        if self.repair_rng_step is not None and self.profile != "release":
+            raise ValueError("--repair-rng-step is a part of --profile release")
         parse_seeds(self.seeds)
         self.reflect_config(0)
 
     def reflect_config(self, seed: int, edit_view: EditView | None = None) -> ReflectConfig:
-        """The settings with which `umm-reflect reflect` makes the same trajectories."""
-        same = "model adapter max_rounds max_tokens temperature layout profile steps text_scale"
+        """The settings with which `umm-reflect reflect` makes the same trajectories (the noise of
+        `release` aside, which it does not draw)."""
+        same = "model adapter max_rounds max_tokens temperature layout steps text_scale"
         same += " image_scale device dtype attn"
         given = {name: getattr(self, name) for name in same.split()}
-        return ReflectConfig(seed=seed, edit_view=edit_view, **given)
+        loop = "release" if self.profile == "release" else "ours"
+        return ReflectConfig(seed=seed, edit_view=edit_view, profile=loop, **given)
+
+    def request(self, sample: Sample) -> str:
+        """What the model is asked for a sample."""
+        return request_of(
+            sample.set, sample.entry.row, raw=self.raw_prompt or self.profile == "official"
+        )
+
+    def reward_mapping(self, set_name: str) -> dict[str, Any]:
+        """The judge of a set, as `rewards.registry.build` takes it. Errors: UsageError."""
+        from eval.rewards.registry import named
+
+        mapping = named(self.reward or reward_of(set_name), self.reward_set)
+        if mapping["reward"] == "geneval" and self.profile == "release":
+            mapping = {"rule": "cross_checked", "preset": "release", **mapping}
+        return mapping
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -121,20 +169,6 @@ def what_is_run(config: EvalConfig) -> dict[str, Any]:
     return {name: value for name, value in to_mapping(config).items() if name not in HOW_FAST}
 
 
-def rows_of(name: str, limit: int | None) -> list[EvalRow]:
-    """The rows of a set; with a limit, so many of them at equal distances."""
-    rows = getattr(build_sets(), name)
-    if limit is None or limit >= len(rows):
-        return list(rows)
-    return [rows[i * len(rows) // limit] for i in range(limit)]
-
-
-def set_sha256(name: str) -> str:
-    """The hash of a whole set: its rows in order, as JSON."""
-    rows = [[r.index, r.family, r.seed, r.row] for r in getattr(build_sets(), name)]
-    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-
-
 def batches(config: EvalConfig, views: Sequence[str]) -> Iterator[list[Sample]]:
     """All samples, in the order of results.jsonl, in batches of one view, set and seed.
 
@@ -145,11 +179,16 @@ def batches(config: EvalConfig, views: Sequence[str]) -> Iterator[list[Sample]]:
             entries = rows_of(name, config.limit)
             for seed in parse_seeds(config.seeds):
                 samples = [
-                    Sample(view, name, entry, seed, copy)
+                    Sample(view, short_name(name), entry, seed, copy)
                     for entry in entries
                     for copy in range(config.samples_per_prompt)
                 ]
-                count = -(-len(samples) // config.batch_size)
-                bounds = [i * len(samples) // count for i in range(count + 1)]
-                for start, end in itertools.pairwise(bounds):
-                    yield samples[start:end]
+                yield from in_batches(samples, config.batch_size)
+
+
+def in_batches(samples: Sequence[Sample], most: int) -> Iterator[list[Sample]]:
+    """Batches of nearly equal size, none larger than `most`."""
+    count = -(-len(samples) // most)
+    bounds = [i * len(samples) // count for i in range(count + 1)]
+    for start, end in itertools.pairwise(bounds):
+        yield list(samples[start:end])

@@ -11,39 +11,30 @@ independent of each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from agent.types import StopReason
+from eval.best_of import BestOf, best_of
+from eval.bootstrap import (
+    Estimate,
+    Metric,
+    bootstrap_weights,
+    estimate,
+    interval_of,
+    ratio,
+    replicates_of,
+    rounded,
+    sums,
+)
+from eval.calibration import Calibration, calibration_of
 from eval.results import Result
 
-REPLICATES = 2000
-BOOTSTRAP_SEED = 553
+LAST = 1_000_000  # a budget that no trajectory reaches: its last image
+UNCOMPARED = ("stop_", "score_at_", "images_at_")
 NOT_HELD_OUT = "single_object"  # its few specs are in the training data, see shapes/sets.py
-
-Metric = Callable[[Result], tuple[float, float]]  # (what counts, out of how many)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A figure with its 95 % interval. n: what it is out of (images, looks, trajectories).
-
-    value is None where there is nothing to count (the repair rate without a wrong first image).
-    """
-
-    value: float | None
-    low: float | None
-    high: float | None
-    n: float
-
-    def __str__(self) -> str:
-        if self.value is None:
-            return "-"
-        if self.low is None or self.high is None:
-            return f"{self.value:.3f}"
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 Summary = dict[str, Estimate]
@@ -52,7 +43,8 @@ Summary = dict[str, Estimate]
 @dataclass(frozen=True)
 class SetReport:
     """The figures of one set under one edit view. held_out: all rows but those of single_object,
-    None where that is no difference."""
+    None where that is no difference. calibration: the model's own SCORE against the verdicts.
+    best_of: what as many first images give without an edit."""
 
     rows: int
     samples: int
@@ -60,6 +52,8 @@ class SetReport:
     all: Summary
     held_out: Summary | None
     families: Mapping[str, Summary]
+    calibration: Calibration
+    best_of: tuple[BestOf, ...]
 
 
 @dataclass(frozen=True)
@@ -78,8 +72,11 @@ def metrics(max_rounds: int) -> dict[str, Metric]:
 
     accuracy_at_k          the last image that at most k edits give; who stopped earlier keeps his
     accuracy_at_k_gated    the same, but wrong if the protocol was broken and k is 1 or more
+    score_at_k             the graded score of the same image, where it is known
+    images_at_k            how many images that took
     final_accuracy         the image that is handed out (the kept one, not always the last)
-    repair, damage         wrong first images that are right in the end, and the reverse
+    repair, damage         wrong first images that are handed out right, and the reverse
+    repair_last, damage_last   the same of the last image, which is what the published rates mean
     protocol_valid         trajectories without a malformed turn (one sampled anew is forgiven)
     turns_valid            turns, those sampled anew included, that kept the form
     look_on_right/_wrong   looks at right images that say "done", at wrong ones that say "edit"
@@ -92,10 +89,15 @@ def metrics(max_rounds: int) -> dict[str, Metric]:
         named[f"accuracy_at_{k}"] = _accuracy_at(k, gated=False)
     for k in range(1, max_rounds + 1):
         named[f"accuracy_at_{k}_gated"] = _accuracy_at(k, gated=True)
+    for k in range(max_rounds + 1):
+        named[f"score_at_{k}"] = _graded_at(k)
+        named[f"images_at_{k}"] = _images_at(k)
     named |= {
         "final_accuracy": lambda r: (r.correct, 1),
         "repair": lambda r: (r.correct and not r.correct_at(0), not r.correct_at(0)),
         "damage": lambda r: (r.correct_at(0) and not r.correct, r.correct_at(0)),
+        "repair_last": lambda r: (r.correct_at(LAST) and not r.correct_at(0), not r.correct_at(0)),
+        "damage_last": lambda r: (r.correct_at(0) and not r.correct_at(LAST), r.correct_at(0)),
         "protocol_valid": lambda r: (r.protocol_valid, 1),
         "turns_valid": _turns_valid,
         "look_on_right": _look(right=True, action="done"),
@@ -111,6 +113,18 @@ def metrics(max_rounds: int) -> dict[str, Metric]:
 
 def _accuracy_at(budget: int, *, gated: bool) -> Metric:
     return lambda r: (r.correct_at(budget) and (r.protocol_valid or not gated), 1)
+
+
+def _graded_at(budget: int) -> Metric:
+    def count(result: Result) -> tuple[float, float]:
+        score = result.images[min(budget, len(result.images) - 1)].score
+        return (0, 0) if score is None else (score, 1)
+
+    return count
+
+
+def _images_at(budget: int) -> Metric:
+    return lambda r: (min(budget + 1, len(r.images)), 1)
 
 
 def _turns_valid(result: Result) -> tuple[float, float]:
@@ -151,7 +165,7 @@ def report_of(results: Sequence[Result], max_rounds: int) -> Report:
     for set_name, views in sets.items():
         if {"local", "full"} <= set(views):
             pair = members[set_name, "local"], members[set_name, "full"]
-            names = [name for name in metrics(max_rounds) if not name.startswith("stop_")]
+            names = [name for name in metrics(max_rounds) if not name.startswith(UNCOMPARED)]
             compared[set_name] = {name: difference(*pair, name, max_rounds) for name in names}
     return Report(sets, compared)
 
@@ -183,18 +197,31 @@ def set_report(results: Sequence[Result], max_rounds: int) -> SetReport:
         all=summary(results, max_rounds) | macro(families, max_rounds),
         held_out=summary(held_out, max_rounds) if 0 < len(held_out) < len(results) else None,
         families={name: summary(members, max_rounds) for name, members in families.items()},
+        calibration=calibration_of(results),
+        best_of=best_of(results),
     )
 
 
 def summary(results: Sequence[Result], max_rounds: int) -> Summary:
-    """Every figure of `metrics`; stop reasons that did not occur are left out."""
+    """Every figure of `metrics`, and `any_sample_right`: prompts of which one sample at least is
+    handed out right (GenEval's "correct prompts"). Left out are stop reasons that did not occur and
+    graded scores that no verdict gave."""
     rows = sorted({r.row for r in results})
     weights = bootstrap_weights(len(rows))
     figures = {
         name: estimate(*sums(results, rows, metric), weights)
         for name, metric in metrics(max_rounds).items()
     }
-    return {n: e for n, e in figures.items() if not (n.startswith("stop_") and e.value == 0)}
+    right = np.zeros(len(rows))
+    right[[rows.index(r.row) for r in results if r.correct]] = 1
+    figures["any_sample_right"] = estimate(right, np.ones(len(rows)), weights)
+    return {n: e for n, e in figures.items() if not _says_nothing(n, e)}
+
+
+def _says_nothing(name: str, figure: Estimate) -> bool:
+    if name.startswith("score_at_"):
+        return figure.n == 0
+    return name.startswith("stop_") and figure.value == 0
 
 
 def macro(families: Mapping[str, Sequence[Result]], max_rounds: int) -> Summary:
@@ -209,10 +236,10 @@ def macro(families: Mapping[str, Sequence[Result]], max_rounds: int) -> Summary:
         for place, members in enumerate(families.values()):
             rows = sorted({r.row for r in members})
             counts = sums(members, rows, metric)
-            values.append(_ratio(*(c.sum() for c in counts)))
-            replicates.append(_replicates(*counts, bootstrap_weights(len(rows), place)))
-        interval = _interval(np.mean(replicates, axis=0))
-        figures[f"macro_{name}"] = _rounded(float(np.mean(values)), *interval, len(families))
+            values.append(ratio(*(c.sum() for c in counts)))
+            replicates.append(replicates_of(*counts, bootstrap_weights(len(rows), place)))
+        interval = interval_of(np.mean(replicates, axis=0))
+        figures[f"macro_{name}"] = rounded(float(np.mean(values)), *interval, len(families))
     return figures
 
 
@@ -224,7 +251,7 @@ def difference(
     The bootstrap draws the same rows for both, so what a row does to both cancels. n: the samples
     of each. Errors: ValueError where they share no sample.
     """
-    shared = {_place(r) for r in first} & {_place(r) for r in second}
+    shared = {place_of(r) for r in first} & {place_of(r) for r in second}
     if not shared:
         raise ValueError("the two runs share no row and seed, so nothing can be compared")
     rows = sorted({place[1] for place in shared})
@@ -232,65 +259,38 @@ def difference(
     metric = metrics(max_rounds)[name]
     values, replicates = [], []
     for results in (first, second):
-        counts = sums([r for r in results if _place(r) in shared], rows, metric)
-        values.append(_ratio(*(c.sum() for c in counts)))
-        replicates.append(_replicates(*counts, weights))
+        counts = sums([r for r in results if place_of(r) in shared], rows, metric)
+        values.append(ratio(*(c.sum() for c in counts)))
+        replicates.append(replicates_of(*counts, weights))
     if None in values:
         return Estimate(None, None, None, len(shared))
-    interval = _interval(replicates[1] - replicates[0]) if len(rows) > 1 else (None, None)
-    return _rounded(values[1] - values[0], *interval, len(shared))
+    interval = interval_of(replicates[1] - replicates[0]) if len(rows) > 1 else (None, None)
+    return rounded(values[1] - values[0], *interval, len(shared))
 
 
-def _place(result: Result) -> tuple[str, int, int, int]:
+def macro_difference(
+    first: Sequence[Result], second: Sequence[Result], name: str, max_rounds: int
+) -> Estimate:
+    """As `difference`, of the plain mean over the families; `name` is that of an accuracy.
+
+    The two hold the same samples. n: the number of families. Errors: ValueError for no samples.
+    """
+    metric = metrics(max_rounds)[name]
+    families = dict.fromkeys(result.family for result in first)
+    if not families:
+        raise ValueError("the two runs share no row and seed, so nothing can be compared")
+    values, replicates = [], []
+    for place, family in enumerate(families):
+        pair = [[r for r in run if r.family == family] for run in (first, second)]
+        rows = sorted({r.row for r in pair[0]})
+        weights = bootstrap_weights(len(rows), place)
+        counts = [sums(run, rows, metric) for run in pair]
+        values.append(np.subtract(*(n.sum() / d.sum() for n, d in reversed(counts))))
+        replicates.append(np.subtract(*(replicates_of(*c, weights) for c in reversed(counts))))
+    interval = interval_of(np.mean(replicates, axis=0))
+    return rounded(float(np.mean(values)), *interval, len(families))
+
+
+def place_of(result: Result) -> tuple[str, int, int, int]:
+    """What a sample is of, whatever the edit view: (set, row, seed, copy)."""
     return result.set, result.row, result.seed, result.copy
-
-
-# --- the bootstrap --------------------------------------------------------------------------------
-
-
-def sums(
-    results: Sequence[Result], rows: Sequence[int], metric: Metric
-) -> tuple[np.ndarray, np.ndarray]:
-    """([R] numerators, [R] denominators), summed over the results of each of the R rows."""
-    place = {row: i for i, row in enumerate(rows)}
-    counts = np.zeros((2, len(rows)))
-    for result in results:
-        counts[:, place[result.row]] += metric(result)
-    return counts[0], counts[1]
-
-
-def bootstrap_weights(n_rows: int, stream: int = 0) -> np.ndarray:
-    """[REPLICATES, n_rows]: how often each row is drawn in each replicate, always the same."""
-    rng = np.random.default_rng([BOOTSTRAP_SEED, stream])
-    return rng.multinomial(n_rows, np.full(n_rows, 1 / n_rows), size=REPLICATES)
-
-
-def estimate(numerators: np.ndarray, denominators: np.ndarray, weights: np.ndarray) -> Estimate:
-    """Sum of the numerators over that of the denominators, with its interval. One row has none."""
-    value = _ratio(numerators.sum(), denominators.sum())
-    if value is None:
-        return Estimate(None, None, None, 0)
-    interval = (None, None)
-    if len(numerators) > 1:
-        interval = _interval(_replicates(numerators, denominators, weights))
-    return _rounded(value, *interval, float(denominators.sum()))
-
-
-def _ratio(numerator: float, denominator: float) -> float | None:
-    return float(numerator / denominator) if denominator else None
-
-
-def _replicates(numerators, denominators, weights) -> np.ndarray:
-    """[REPLICATES]; nan where a replicate has nothing to count."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return (weights @ numerators) / (weights @ denominators)
-
-
-def _interval(replicates: np.ndarray) -> tuple[float, float]:
-    low, high = np.nanpercentile(replicates, (2.5, 97.5))
-    return float(low), float(high)
-
-
-def _rounded(value: float, low: float | None, high: float | None, n: float) -> Estimate:
-    bounds = (None if bound is None else round(bound, 6) for bound in (low, high))
-    return Estimate(round(value, 6), *bounds, int(n) if n == int(n) else n)

@@ -5,27 +5,36 @@
         file.append([result])
     result.correct_at(0), result.correct, result.protocol_valid      # first image, handed out, form
 
-A line holds words, numbers and verdicts. Times are elsewhere (timing.json), so that two runs of one
-command give one file.
+A line holds words and verdicts. Times are elsewhere (timing.json), so that two runs of one command
+give one file. What hangs on single pixels is elsewhere too: another batch size moves a few of them
+by one level, which changes no verdict but every hash. So hashes, graded scores and boxes have a
+line of their own in images.jsonl beside it. `read_results` puts the two together; a file of an
+earlier version has no images.jsonl.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from umm_reflect.errors import UserError
 from umm_reflect.files import write_aside
 from umm_reflect.shapes.sets import EvalRow
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from agent.types import Trajectory
     from eval.verdict import Verdict
+
+IMAGES = "images.jsonl"  # beside results.jsonl
 
 
 @dataclass(frozen=True)
@@ -54,11 +63,29 @@ Key = tuple[str, str, int, int, int]  # (edit view, set, row, seed, copy)
 
 
 @dataclass(frozen=True)
+class Box:
+    """What a judge saw where. box: left, top, right, bottom as shares of the image's sides.
+
+    score: the detector's confidence; None where it has none.
+    """
+
+    label: str
+    box: tuple[float, float, float, float]
+    score: float | None = None
+
+
+@dataclass(frozen=True)
 class Judged:
-    """The verdict on one image."""
+    """The verdict on one image. What is None (or without boxes) was not kept.
+
+    score: graded, 1 exactly if correct. sha256: of the image's pixels, see `pixels_sha256`.
+    """
 
     correct: bool
     reason: str
+    score: float | None = None
+    sha256: str | None = None
+    boxes: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +103,7 @@ class Result:
     """A judged trajectory. images[0] is the first image; `kept` is the one that is handed out.
 
     malformed: the code of every malformed turn that was sampled, those that were sampled anew too.
+    verifier: what judged, as `binding.verifier_sha256` has it; None in files of earlier versions.
     """
 
     edit_view: str
@@ -93,6 +121,7 @@ class Result:
     images: tuple[Judged, ...]
     looks: tuple[Look, ...]
     malformed: tuple[str, ...] = ()
+    verifier: str | None = None
 
     @property
     def key(self) -> Key:
@@ -112,12 +141,71 @@ class Result:
         seen = zip(self.looks, self.images, strict=False)  # the last image may not be looked at
         return [(look, image.correct) for look, image in seen if look.error is None]
 
+    def check_whole(self) -> None:
+        """ValueError unless the rounds add up: a first image and one for each edit that was drawn,
+        each of them asked for by a look, and no look at an image that is not there."""
+        edits = sum(look.action == "edit" for look in self.looks)
+        if len(self.images) != self.edits + 1:
+            raise ValueError(f"{len(self.images)} images, but {self.edits} edits were drawn")
+        if not 0 <= self.kept < len(self.images):
+            raise ValueError(f"image {self.kept} is handed out, of {len(self.images)}")
+        if edits < self.edits:
+            raise ValueError(f"{self.edits} edits were drawn, but {edits} looks ask for one")
+        if len(self.looks) > len(self.images):
+            raise ValueError(f"{len(self.looks)} looks at {len(self.images)} images")
+        if self.stop == "done" and (not self.looks or self.looks[-1].action != "done"):
+            raise ValueError("it stopped as done, but the look that says so is missing")
+
+    @property
+    def trace_folder(self) -> str:
+        """Where, below the output folder, its trace is kept (image_0.png, ...) if it is kept."""
+        copy = f"-{self.copy}" if self.copy else ""
+        return f"{self.set}-{self.edit_view}/traces/{self.row:04d}-seed{self.seed}{copy}"
+
     def to_line(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
+        """Its line in results.jsonl: no hash, box or graded score, see the top of this file."""
+        record = asdict(self)
+        del record["verifier"]
+        record["images"] = [{"correct": i.correct, "reason": i.reason} for i in self.images]
+        return json.dumps(record, ensure_ascii=False) + "\n"
+
+    def to_images_line(self) -> str:
+        """Its line in images.jsonl: which pixels were judged, by what, and what it saw in them."""
+        images = [
+            {
+                "sha256": image.sha256,
+                "score": image.score,
+                "boxes": [[box.label, *box.box, box.score] for box in image.boxes],
+            }
+            for image in self.images
+        ]
+        record = {"key": self.key, "verifier": self.verifier, "images": images}
+        return json.dumps(record, ensure_ascii=False) + "\n"
+
+    def with_images_line(self, record: Mapping[str, Any]) -> Result:
+        """The result with what `to_images_line` kept. Errors: ValueError where the line is of
+        another number of images, KeyError or TypeError where it is foreign."""
+        images = tuple(
+            replace(
+                image,
+                sha256=kept["sha256"],
+                score=kept["score"],
+                boxes=tuple(Box(b[0], tuple(b[1:5]), b[5]) for b in kept["boxes"]),
+            )
+            for image, kept in zip(self.images, record["images"], strict=True)
+        )
+        return replace(self, verifier=record["verifier"], images=images)
 
 
-def result_of(trajectory: Trajectory, verdicts: Sequence[Verdict], sample: Sample) -> Result:
+def result_of(
+    trajectory: Trajectory,
+    verdicts: Sequence[Verdict],
+    sample: Sample,
+    verifier: str | None = None,
+) -> Result:
     """A trajectory and the verdicts of all its images, as one record.
+
+    verifier: `binding.verifier_sha256` of the manifest of what judged.
 
     Errors: ValueError for a judge without a yes or no.
     """
@@ -138,10 +226,49 @@ def result_of(trajectory: Trajectory, verdicts: Sequence[Verdict], sample: Sampl
         edits=len(trajectory.images) - 1,
         protocol_valid=all(turn.error is None for turn in trajectory.turns),
         kept=trajectory.kept,
-        images=tuple(Judged(bool(v.correct), v.reason) for v in verdicts),
+        images=tuple(map(judged, trajectory.images, verdicts)),
         looks=tuple(_look(step.turn) for step in trajectory.steps),
         malformed=tuple(t.error.value for t in (*rejected, *trajectory.turns) if t.error),
+        verifier=verifier,
     )
+
+
+def judged(image: Image, verdict: Verdict) -> Judged:
+    """A verdict bound to the image that it is about."""
+    return Judged(
+        correct=bool(verdict.correct),
+        reason=verdict.reason,
+        score=round(verdict.score, 6),
+        sha256=pixels_sha256(image),
+        boxes=boxes_of(verdict, image.size),
+    )
+
+
+def pixels_sha256(image: Image) -> str:
+    """The hash of an image's size and RGB pixels: the same for a PNG and for what it was made of,
+    whatever else the file says. The GenEval verifier's evidence has the same."""
+    rgb = image.convert("RGB")
+    return hashlib.sha256(f"{rgb.size}".encode() + rgb.tobytes()).hexdigest()
+
+
+def boxes_of(verdict: Verdict, size: tuple[int, int]) -> tuple[Box, ...]:
+    """What the evidence of a verdict (and of the terms of a sum) saw; size: width, height."""
+    evidences = [verdict.evidence]
+    evidences += [term["evidence"] for term in (verdict.evidence.get("terms") or {}).values()]
+    found = []
+    for evidence in evidences:
+        width, height = (evidence.get("image") or {}).get("size") or size
+        for mark in (m for key in ("detections", "words") for m in evidence.get(key) or ()):
+            if not mark.get("box"):
+                continue
+            sides = (width, height, width, height)
+            shares = [
+                round(float(v) / side, 4) for v, side in zip(mark["box"], sides, strict=False)
+            ]
+            label = mark.get("text") or " ".join(filter(None, (mark.get("color"), mark["kind"])))
+            score = mark.get("score")
+            found.append(Box(label, tuple(shares), None if score is None else round(score, 4)))
+    return tuple(found)
 
 
 def _look(turn) -> Look:
@@ -160,20 +287,43 @@ def result_from_line(line: str) -> Result:
 
 
 def read_results(path: str | Path) -> list[Result]:
-    """All whole lines of a results.jsonl; [] if there is none. Errors: UserError with the line."""
+    """All whole lines of a results.jsonl, with what images.jsonl says of them; [] if there
+    is none. Errors: UserError with the line."""
     path = Path(path)
     if not path.exists():
         return []
     results = []
     for number, line in enumerate(_whole_lines(path.read_bytes()), start=1):
-        try:
-            results.append(result_from_line(line.decode()))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path}, line {number}, is damaged ({type(error).__name__}: {error})",
-                "Remove the line and go on with --resume.",
-            ) from error
+        with _named(path, number):
+            result = result_from_line(line.decode())
+            result.check_whole()
+            results.append(result)
+    beside = path.with_name(IMAGES)
+    if not beside.exists():
+        return results
+    kept: dict[Key, tuple[int, dict[str, Any]]] = {}
+    for number, line in enumerate(_whole_lines(beside.read_bytes()), start=1):
+        with _named(beside, number):
+            record = json.loads(line)
+            kept[tuple(record["key"])] = number, record
+    for place, result in enumerate(results):
+        if result.key in kept:
+            number, record = kept[result.key]
+            with _named(beside, number):
+                results[place] = result.with_images_line(record)
     return results
+
+
+@contextmanager
+def _named(path: Path, number: int) -> Iterator[None]:
+    """Say in which line of which file it is that something cannot be read."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(
+            f"{path}, line {number}, is damaged ({type(error).__name__}: {error})",
+            "Remove the line and go on with --resume.",
+        ) from error
 
 
 def _whole_lines(data: bytes) -> list[bytes]:
@@ -182,7 +332,7 @@ def _whole_lines(data: bytes) -> list[bytes]:
 
 
 class ResultFile:
-    """results.jsonl while a run writes it; `results` holds what it says so far.
+    """results.jsonl and images.jsonl while a run writes them; `results` holds what they say so far.
 
     resume: go on after the whole lines that are there (half a line at the end is cut off).
     """
@@ -192,14 +342,33 @@ class ResultFile:
         self.results = read_results(self.path) if resume else []
         kept = b"".join(_whole_lines(self.path.read_bytes())) if self.results else b""
         write_aside(self.path, kept)
-        self._file = self.path.open("ab")
+        beside = self.path.with_name(IMAGES)
+        known = [result for result in self.results if result.verifier or result.images[0].sha256]
+        write_aside(beside, "".join(result.to_images_line() for result in known))
+        self._file, self._images = self.path.open("ab"), beside.open("ab")
 
     def append(self, results: Sequence[Result]) -> None:
         """Write the lines at once; they are on the disk when this returns."""
-        self._file.write("".join(result.to_line() for result in results).encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        # images.jsonl first: a line of results.jsonl is then never without its other half
+        for file, line in ((self._images, Result.to_images_line), (self._file, Result.to_line)):
+            file.write("".join(map(line, results)).encode())
+            file.flush()
+            os.fsync(file.fileno())
         self.results += results
+
+    def sort(self, order: Sequence[Key]) -> None:
+        """Put the lines in the order of these keys, which are those of all results: what was made
+        again then stands where it stood, and the files are those of a run without an interruption.
+        """
+        place = {key: number for number, key in enumerate(order)}
+        self.results.sort(key=lambda result: place[result.key])
+        known = [result for result in self.results if result.verifier or result.images[0].sha256]
+        self._images.close()
+        self._file.close()
+        write_aside(self.path.with_name(IMAGES), "".join(r.to_images_line() for r in known))
+        write_aside(self.path, "".join(r.to_line() for r in self.results))
+        self._file = self.path.open("ab")
+        self._images = self.path.with_name(IMAGES).open("ab")
 
     def __enter__(self) -> ResultFile:
         return self
@@ -208,3 +377,4 @@ class ResultFile:
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        self._images.close()

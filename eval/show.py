@@ -31,6 +31,18 @@ def print_report(report: Report, max_rounds: int, *, limit: int | None = None) -
                 parts = zip(line[::2], line[1::2], strict=True)
                 text = ", ".join(f"{what} {figures.all[name]}" for what, name in parts)
                 console.print(f"  {text}", markup=False)
+            own = figures.calibration
+            console.print(
+                f"  own score tells right from wrong: area {own.auroc}, Brier {own.brier}, "
+                f"expected error {own.expected_error}",
+                markup=False,
+            )
+            for best in figures.best_of[1:]:
+                chosen = "" if best.by_own_score is None else f", own choice {best.by_own_score}"
+                console.print(
+                    f"  best of {best.n} first images: any right {best.any_right}{chosen}",
+                    markup=False,
+                )
     for set_name, figures in report.full_minus_local.items():
         shown = {name: str(figures[name]) for name in ("final_accuracy", "repair", "damage")}
         text = ", ".join(f"{name.replace('_', ' ')} {figure}" for name, figure in shown.items())
@@ -70,7 +82,7 @@ class Progress:
 
     def __init__(self, total: int):
         self.total, self.done = total, 0
-        self._made, self._seconds = 0, 0.0
+        self._made, self._seconds, self._right = 0, 0.0, 0
 
     def skip(self, count: int) -> None:
         self.done += count
@@ -78,10 +90,13 @@ class Progress:
     def show(self, first: Sample, results: Sequence[Result], seconds: float) -> None:
         self.done += len(results)
         self._made, self._seconds = self._made + len(results), self._seconds + seconds
-        left = (self.total - self.done) * self._seconds / self._made
+        left = (self.total - self.done) * self._seconds / max(1, self._made)
+        self._right += sum(r.correct for r in results)
+        so_far = self._right / max(1, self._made)
         right = [sum(r.correct_at(0) for r in results), sum(r.correct for r in results)]
         print(
             f"{self.done}/{self.total}  {first.set} {first.edit_view} seed {first.seed}: "
-            f"right {right[0]} -> {right[1]} of {len(results)}  {seconds:.1f} s, {left:.0f} s left",
+            f"right {right[0]} -> {right[1]} of {len(results)}, {so_far:.3f} so far  "
+            f"{seconds:.1f} s, {left:.0f} s left",
             file=sys.stderr,
         )

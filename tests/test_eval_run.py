@@ -13,9 +13,10 @@ from agent import trace
 from agent.policy import BagelPolicy, ForcedTurns, ScriptedPolicy
 from agent.types import Reflection
 from eval import run as eval_run
-from eval.config import EvalConfig, batches, parse_seeds, rows_of
+from eval.config import EvalConfig, batches, parse_seeds
 from eval.judging import Judge
 from eval.run import Run, evaluate
+from eval.sets import rows_of
 from tests.tiny import write_tiny_checkpoint
 from umm_reflect.errors import UsageError, UserError
 from umm_reflect.images import mended_transforms
@@ -178,7 +179,7 @@ def test_a_limited_run_is_stamped_as_not_comparable(played, tmp_path, monkeypatc
     assert summary["comparable"] is False
     assert summary["note"] == "not comparable: --limit 10"
     ten = SimpleNamespace(shapes553=tuple(rows_of("shapes553", 10)))
-    monkeypatch.setattr("eval.config.build_sets", lambda: ten)
+    monkeypatch.setattr("eval.sets.build_sets", lambda: ten)
     folder, _ = play(tmp_path, limit=None)
     assert json.loads((folder / "summary.json").read_text())["comparable"] is True
     assert "compare with nothing" not in capsys.readouterr().out
