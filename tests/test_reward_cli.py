@@ -114,7 +114,8 @@ def test_an_image_that_was_not_judged_is_shown_and_fails(pictures, tmp_path, cap
 
 def test_a_damaged_picture_is_named_before_anything_is_judged(tmp_path, capsys):
     (tmp_path / "cut.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    assert run("score", str(tmp_path / "cut.png"), "--reward", "shapes", "--prompt", "a star") == 1
+    words = ["score", str(tmp_path / "cut.png"), "--reward", "shapes", "--prompt", "a star"]
+    assert run(*words, "--output-dir", str(tmp_path / "o")) == 1
     assert "cut.png: the picture is" in capsys.readouterr().err
 
 
