@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,6 @@ from umm_reflect.shapes.sampler import sample_row
 from umm_reflect.training.metrics import progress
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from agent.types import Trajectory
     from umm_reflect.model import Bagel
     from umm_reflect.profile import ReflectionProfile
@@ -76,7 +75,7 @@ def collect(config: Config) -> Path:
     rng = random.Random(f"collect {config.seed}")
     rows = [sample_row(rng, hard=rng.random() < config.hard) for _ in range(config.count)]
     prompts = [phrase(row, rng) for row in rows]
-    config.output_dir.mkdir(parents=True, exist_ok=True)
+    config.output_dir.mkdir(parents=True, exist_ok=True)  # before the work, not after it
     lines: list[str] = []
     pictures: list[np.ndarray] = []
     right = 0
@@ -85,11 +84,11 @@ def collect(config: Config) -> Path:
             some = range(start, min(start + config.batch_size, config.count))
             scale = config.text_scales[number % len(config.text_scales)]
             runs = run(bagel, settings, [prompts[i] for i in some], scale, config, start)
-            images = [image for trajectory in runs for image in drawn_images(trajectory)]
-            owners = [i for i, run in zip(some, runs, strict=True) for _ in drawn_images(run)]
-            verdicts = iter(judge(images, [rows[i] for i in owners]))
-            for i, trajectory in zip(some, runs, strict=True):
-                count = len(drawn_images(trajectory))
+            drawn = [trajectory.images for trajectory in runs]
+            owners = [i for i, images in zip(some, drawn, strict=True) for _ in images]
+            verdicts = iter(judge([*chain(*drawn)], [rows[i] for i in owners]))
+            for i, trajectory, images in zip(some, runs, drawn, strict=True):
+                count = len(images)
                 judged = list(islice(verdicts, count))
                 right += judged[0].correct
                 record = {"row": rows[i], "prompt": prompts[i], "source": "model"}
@@ -98,10 +97,9 @@ def collect(config: Config) -> Path:
                 record["turns"] = spoken(trajectory)
                 record["verdicts"] = [verdict.to_record() for verdict in judged]
                 lines.append(json.dumps(record))
-                pictures += [np.asarray(image) for image in drawn_images(trajectory)]
+                pictures += [np.asarray(image) for image in images]
             bar.advance(len(some))
-    np.save(config.output_dir / "images.npy", np.stack(pictures))
-    write_aside(config.output_dir / "records.jsonl", "\n".join(lines) + "\n")
+    write_collected(config.output_dir, np.stack(pictures), lines)
     print(
         f"{len(pictures)} images of {len(lines)} prompts, {right / len(lines):.3f} of the first "
         f"ones right: {config.output_dir}"
@@ -138,10 +136,11 @@ def run(
     )
 
 
-def drawn_images(trajectory: Trajectory) -> list[Image]:
-    """The first image and the edited ones."""
-    edited = [step.transition.image for step in trajectory.steps if step.transition is not None]
-    return [trajectory.first.image, *edited]
+def write_collected(folder: Path, images: np.ndarray, lines: Sequence[str]) -> None:
+    """images.npy ([all images, H, W, 3] uint8) and, last, records.jsonl."""
+    folder.mkdir(parents=True, exist_ok=True)
+    np.save(folder / "images.npy", images)
+    write_aside(folder / "records.jsonl", "\n".join(lines) + "\n")
 
 
 def spoken(trajectory: Trajectory) -> list[dict[str, str]]:

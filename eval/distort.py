@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
+from eval.collect import write_collected
 from eval.judging import cores
 from eval.shapes import ShapesVerifier
-from umm_reflect.files import write_aside
 from umm_reflect.shapes.prompts import Row, phrase
 from umm_reflect.shapes.render import SUPERSAMPLING, background
 from umm_reflect.shapes.sampler import sample_row, scene_for
@@ -110,7 +110,7 @@ def distorted(kind: str, rng: random.Random) -> np.ndarray:
         count = rng.choice([n for n in range(3, 8) if n != usual])
         return spiked(count, rng.uniform(0.35, 0.6))
     if way == "round":
-        width, strength = rng.randint(3, 14), np.ones(1)
+        width = rng.randint(3, 14)
         strength = np.ones(2 * width + 1) / (2 * width + 1)
         wrapped = np.concatenate([points[-width:], points, points[:width]])
         return np.stack([np.convolve(wrapped[:, a], strength, "valid") for a in (0, 1)], 1)
@@ -230,9 +230,7 @@ def generate(config: Config) -> Path:
             lines += [json.dumps(record) for record in records]
             right += sum(record["verdicts"][0]["correct"] for record in records)
             bar.advance(len(records))
-    config.output_dir.mkdir(parents=True, exist_ok=True)
-    np.save(config.output_dir / "images.npy", np.concatenate(pictures))
-    write_aside(config.output_dir / "records.jsonl", "\n".join(lines) + "\n")
+    write_collected(config.output_dir, np.concatenate(pictures), lines)
     print(f"{len(lines)} images, {right / len(lines):.3f} right: {config.output_dir}")
     return config.output_dir
 

@@ -19,7 +19,7 @@ from eval.config import EvalConfig
 from eval.layout_geneval import GIVEN, write
 from eval.prepare import Run
 from eval.report import arms
-from eval.results import Key, Result, Sample
+from eval.results import Key, Result, Sample, trace_place
 from eval.sets import family_sizes, short_name
 from eval.sheets import Picks, draw_sheet, pick
 from umm_reflect.errors import UserError
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 def trace_folder(folder: Path, key: Key) -> Path:
     """Where the trajectory of a sample or result is kept."""
-    view, set_name, row, seed, copy = key
-    name = f"{row:04d}-seed{seed}" + (f"-{copy}" if copy else "")
-    return folder / f"{set_name}-{view}" / "traces" / name
+    return folder / trace_place(key)
 
 
 def is_kept(folder: Path, key: Key) -> bool:

@@ -1,6 +1,6 @@
 """Frozen models of transformers for judges: found by folder or hub id, loaded without gaps.
 
-folder = model_folder("openai/clip-vit-large-patch14")     # a folder, a hub id or id@revision
+folder = hub.resolve("openai/clip-vit-large-patch14")      # a folder, a hub id or id@revision
 model = pretrained(CLIPModel, folder)                      # fp32; a missing key is an error
 weights_sha256(folder)                                     # for the manifest
 """

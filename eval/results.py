@@ -62,6 +62,12 @@ class Sample:
 Key = tuple[str, str, int, int, int]  # (edit view, set, row, seed, copy)
 
 
+def trace_place(key: Key) -> str:
+    """Where, below the output folder, the trace of a sample is kept, if it is kept."""
+    view, set_name, row, seed, copy = key
+    return f"{set_name}-{view}/traces/{row:04d}-seed{seed}" + (f"-{copy}" if copy else "")
+
+
 @dataclass(frozen=True)
 class Box:
     """What a judge saw where. box: left, top, right, bottom as shares of the image's sides.
@@ -159,8 +165,7 @@ class Result:
     @property
     def trace_folder(self) -> str:
         """Where, below the output folder, its trace is kept (image_0.png, ...) if it is kept."""
-        copy = f"-{self.copy}" if self.copy else ""
-        return f"{self.set}-{self.edit_view}/traces/{self.row:04d}-seed{self.seed}{copy}"
+        return trace_place(self.key)
 
     def to_line(self) -> str:
         """Its line in results.jsonl: no hash, box or graded score, see the top of this file."""

@@ -23,8 +23,8 @@ from typing import Annotated, Literal
 import tyro
 
 from sft.data import Found, ImageCheck, Record, Violation, read_dataset, scan
-from umm_reflect.errors import UsageError, UserError
-from umm_reflect.settings import nearest, parse
+from umm_reflect.errors import UserError
+from umm_reflect.settings import run_verb
 
 SHOWN = 20  # violations that are printed; a report has all of them
 PROG = "umm-reflect data"
@@ -128,18 +128,7 @@ def main(argv: Sequence[str]) -> int:
         "convert": (convert, ConvertConfig),
         "example": (example, ExampleConfig),
     }
-    verb, *rest = argv or ["--help"]
-    if verb in ("-h", "--help", "help"):
-        print(f"usage: {PROG} {{{','.join(verbs)}}} [arguments]\n\n{__doc__.strip()}\n")
-        for name, (_, config) in verbs.items():
-            print(f"  {name:<9}{(config.__doc__ or '').splitlines()[0]}")
-        raise SystemExit(0 if argv else 2)
-    if verb not in verbs:
-        hint = nearest(verb, verbs)
-        remedy = f"Did you mean '{hint}'?" if hint else f"Choose one of {', '.join(verbs)}."
-        raise UsageError(f"{PROG} has no verb '{verb}'", remedy)
-    run, config_class = verbs[verb]
-    return run(parse(config_class, rest, f"{PROG} {verb}"))
+    return run_verb(argv, PROG, __doc__, verbs)
 
 
 def example(config: ExampleConfig) -> int:

@@ -38,6 +38,10 @@ MORE_POSITIONS = 0.15  # prompts that are drawn from that family on purpose: mov
 FAILED_EDIT = 0.25  # edits that go wrong
 NO_PLACE = 0.35  # requests to add something that leave open where
 MAX_LOOKS = 4
+# Of training: the harder split among drawings and trajectories, its crowded scenes among those
+# drawings, editing tasks among the trajectories.
+HARD_DRAWINGS, HARD_LOOKS, HARD_SCENES = 0.06, 0.2, 0.3
+EDITING = 0.2
 TWO_EDITS = 0.3  # turns with more than one fault whose edit mends two (twice as often with three)
 EDIT_WEIGHTS = {
     "recolor": 0.22,
@@ -97,6 +101,20 @@ def make_trajectory(
         made = _editing(rng, split, hard) if task == "edit" else _drawing(rng, split, hard, row)
         if made is not None:
             return made
+
+
+def training_trajectory(rng: random.Random) -> ShapesTrajectory:
+    """A trajectory to train on, its task and split by lot."""
+    task = "edit" if rng.random() < EDITING else "t2i"
+    return make_trajectory(rng, hard=rng.random() < HARD_LOOKS, task=task)
+
+
+def training_drawing(rng: random.Random) -> tuple[str, Scene]:
+    """A prompt and a scene of it to train on."""
+    hard = rng.random() < HARD_DRAWINGS
+    row = sample_row(rng, hard=hard)
+    scene = scene_for(row, rng, hard=hard and rng.random() < HARD_SCENES)
+    return phrase(row, rng), scene
 
 
 def reflect(row: Row, scene: Scene, rng: random.Random) -> tuple[Reflection, Scene | None]:

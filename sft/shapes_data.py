@@ -17,7 +17,6 @@ kept  one own first image each, that the judge found right and well drawn, as a 
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,15 +32,13 @@ from torch import Tensor
 
 from agent.types import Seen
 from agent.views import edit_view, first_image_view, reflect_view
-from sft.shapes import ShapesTrajectory, make_trajectory, turns
-from sft.shapes_own import OwnLook, is_well_drawn, own_looks
+from sft.shapes import ShapesTrajectory, training_drawing, training_trajectory, turns
+from sft.shapes_own import OwnLook, collected, is_well_drawn, own_looks
 from umm_reflect.config import NANO
 from umm_reflect.context import Context, ImageSegment, TextSegment
 from umm_reflect.layout import Frame
 from umm_reflect.packing import NO_LABEL, PackedBatch, Piece, fill_bins, pack_row, stack_rows
-from umm_reflect.shapes.prompts import phrase
 from umm_reflect.shapes.render import render
-from umm_reflect.shapes.sampler import sample_row, scene_for
 from umm_reflect.shapes.scene import Scene
 from umm_reflect.tokens import Tokens
 
@@ -57,8 +54,6 @@ NO_PROMPT, NO_TEXT, NO_IMAGE = 0.1, 0.08, 0.08
 FULL_VIEW = 0.25  # of the draw rows
 DRAWING = ("draw", "kept")  # kinds of rows that hold one picture to draw
 OWN = ("own", "kept")  # those made of the model's own images
-HARD_DRAW, HARD_LOOK = 0.06, 0.2
-EDITING = 0.2  # of the trajectories
 # Weights of a turn's tokens: what the loop writes is not learned, the decision counts more.
 SCORE_WEIGHT, ACTION_WEIGHT = 4.0, 4.0
 
@@ -112,16 +107,14 @@ class _Layout:
         return own + ([Piece(target, learn=True)] if target is not None else [])
 
     def draw_example(self, rng: random.Random) -> list[Piece]:
-        hard = rng.random() < HARD_DRAW
-        row = sample_row(rng, hard=hard)
-        scene = scene_for(row, rng, hard=hard and rng.random() < 0.3)
-        return self._drawing(phrase(row, rng), self.image(scene), rng)
+        prompt, scene = training_drawing(rng)
+        return self._drawing(prompt, self.image(scene), rng)
 
     def look_examples(self, rng: random.Random) -> list[list[Piece]]:
         """The examples of one trajectory: all of it in its running context, and each edit alone."""
-        task = "edit" if rng.random() < EDITING else "t2i"
-        trajectory = make_trajectory(rng, hard=rng.random() < HARD_LOOK, task=task)
-        seen = Seen(self.system, self.tokens.segment(trajectory.prompt), editing=task == "edit")
+        trajectory = training_trajectory(rng)
+        editing = trajectory.source is not None
+        seen = Seen(self.system, self.tokens.segment(trajectory.prompt), editing=editing)
         images = [self.image(scene) for scene in trajectory.looks]
         examples: list[list[Piece]] = []
         for k, text in enumerate(turns(trajectory)):
@@ -129,7 +122,7 @@ class _Layout:
             reflection = trajectory.reflections[k]
             edit = self.tokens.segment(reflection.edit) if reflection.action == "edit" else None
             seen = seen.with_turn(TextSegment(tuple(self.tokens.encode(text))), edit)
-            drawn = k + 1 - (task == "edit")  # which of `scenes` the edit draws
+            drawn = k + 1 - editing  # which of `scenes` the edit draws
             if edit is not None and trajectory.faithful[drawn]:
                 examples += self._edit_examples(seen, images[k + 1], rng)
         return [self._whole(trajectory, seen), *examples]
@@ -273,13 +266,8 @@ def _written(plan: ShardPlan, arrays: dict[str, np.ndarray], images: np.ndarray)
 
 def collected_examples(layout: _Layout, plan: ShardPlan, rng: random.Random) -> list[list[Piece]]:
     """What this shard's part of the collected images teaches: looks (own) or targets (kept)."""
-    folder = Path(plan.collected)
-    lines = (folder / "records.jsonl").read_text(encoding="utf-8").splitlines()
-    images = np.load(folder / "images.npy", mmap_mode="r")
     examples: list[list[Piece]] = []
-    for line in lines[plan.seed * plan.count : (plan.seed + 1) * plan.count]:
-        record = json.loads(line)
-        own = [np.asarray(images[i]) for i in record["images"]]
+    for record, own in collected(Path(plan.collected), plan.seed * plan.count, plan.count):
         if plan.kind == "own":
             for look in own_looks(record, own, rng):
                 examples += layout.own_examples(look, rng)

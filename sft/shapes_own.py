@@ -13,9 +13,11 @@ always came with its own prompt, the words of the prompt would tell what to see 
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -51,6 +53,15 @@ class OwnLook:
     edits: tuple[str | None, ...]
     learned: tuple[bool, ...]
     drawn: tuple[bool, ...]
+
+
+def collected(folder: Path, start: int, count: int) -> Iterator[tuple[dict, list[np.ndarray]]]:
+    """Some of the records of eval.collect or eval.distort, each with its images [H, W, 3] uint8."""
+    lines = (folder / "records.jsonl").read_text(encoding="utf-8").splitlines()
+    images = np.load(folder / "images.npy", mmap_mode="r")
+    for line in lines[start : start + count]:
+        record = json.loads(line)
+        yield record, [np.asarray(images[i]) for i in record["images"]]
 
 
 def own_looks(

@@ -15,7 +15,6 @@ files that are not there yet.
 from __future__ import annotations
 
 import io
-import json
 import random
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import numpy as np
 import tyro
 
 from agent.protocol import parse_schema
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
 
 SIDE = 128  # pixels
 PER_FILE = {"looks": 1000, "drawings": 4000, "own": 1000}
-HARD_DRAWINGS, HARD_LOOKS, HARD_SCENES = 0.06, 0.2, 0.3
-EDITING = 0.2  # of the trajectories
 
 
 @dataclass(frozen=True)
@@ -119,24 +115,20 @@ def write(file: File) -> int:
 
 def looks(file: File, rng: random.Random) -> Iterator[Record]:
     from sft.data_convert import shapes_record
-    from sft.shapes import make_trajectory
+    from sft.shapes import training_trajectory
 
     for i in range(file.start, file.start + file.count):
-        task = "edit" if rng.random() < EDITING else "t2i"
-        trajectory = make_trajectory(rng, hard=rng.random() < HARD_LOOKS, task=task)
+        trajectory = training_trajectory(rng)
         yield shapes_record(trajectory, f"look-{file.seed}-{i:06d}", file.side)
 
 
 def drawings(file: File, rng: random.Random) -> Iterator[Record]:
-    from umm_reflect.shapes.prompts import phrase
+    from sft.shapes import training_drawing
     from umm_reflect.shapes.render import render
-    from umm_reflect.shapes.sampler import sample_row, scene_for
 
     for i in range(file.start, file.start + file.count):
-        hard = rng.random() < HARD_DRAWINGS
-        row = sample_row(rng, hard=hard)
-        scene = scene_for(row, rng, hard=hard and rng.random() < HARD_SCENES)
-        uid, prompt = f"drawing-{file.seed}-{i:06d}", phrase(row, rng)
+        prompt, scene = training_drawing(rng)
+        uid = f"drawing-{file.seed}-{i:06d}"
         yield Record(uid, "t2i", prompt, (), (picture(render(scene, file.side)),))
 
 
@@ -144,14 +136,10 @@ def own(file: File, rng: random.Random) -> Iterator[Record]:
     """What a part of the collected images teaches."""
     from PIL import Image
 
-    from sft.shapes_own import is_well_drawn, own_looks
+    from sft.shapes_own import collected, is_well_drawn, own_looks
 
-    lines = (file.source / "records.jsonl").read_text(encoding="utf-8").splitlines()
-    images = np.load(file.source / "images.npy", mmap_mode="r")
     name = file.path.stem.removeprefix("trajectories-")
-    for line in lines[file.start : file.start + file.count]:
-        record = json.loads(line)
-        pixels = [np.asarray(images[i]) for i in record["images"]]
+    for record, pixels in collected(file.source, file.start, file.count):
         uid = f"{name}-{record['images'][0]:06d}"
         for k, look in enumerate(own_looks(record, pixels, rng)):
             yield own_record(look, f"{uid}-{k}")

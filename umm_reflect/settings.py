@@ -30,7 +30,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, TypeVar
@@ -185,6 +185,28 @@ def flag_names(config_class: type, prefix: str = "") -> list[str]:
 
 def _as_flag(name: str) -> str:
     return name.replace("_", "-")
+
+
+def run_verb(
+    argv: Sequence[str], prog: str, doc: str, verbs: Mapping[str, tuple[Callable[..., int], type]]
+) -> int:
+    """Run the verb in argv[0] with the settings in the rest; returns the exit code.
+
+    doc: what help prints above the list. verbs: name -> (function of the settings, their class).
+    Errors: UsageError for an unknown verb, and as `parse`.
+    """
+    verb, *rest = argv or ["--help"]
+    if verb in ("-h", "--help", "help"):
+        print(f"usage: {prog} {{{','.join(verbs)}}} [arguments]\n\n{doc.strip()}\n")
+        for name, (_, config) in verbs.items():
+            print(f"  {name:<9}{(config.__doc__ or '').splitlines()[0]}")
+        raise SystemExit(0 if argv else 2)
+    if verb not in verbs:
+        hint = nearest(verb, verbs)
+        remedy = f"Did you mean '{hint}'?" if hint else f"Choose one of {', '.join(verbs)}."
+        raise UsageError(f"{prog} has no verb '{verb}'", remedy)
+    run, config_class = verbs[verb]
+    return run(parse(config_class, rest, f"{prog} {verb}"))
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:

@@ -172,6 +172,11 @@ def picture_part(image: Image) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
+def asked_about(image: Image, text: str) -> dict[str, Any]:
+    """A user's message: an image, and words about it."""
+    return {"role": "user", "content": [picture_part(image), {"type": "text", "text": text}]}
+
+
 def template_text(name: str) -> str:
     """The source of a template: one of ours, by name, or a file."""
     path = TEMPLATES / f"{name}.j2" if "/" not in name and "." not in name else Path(name)

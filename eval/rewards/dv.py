@@ -31,7 +31,7 @@ from eval.rewards.chat import (
     Endpoint,
     NoAnswer,
     Question,
-    picture_part,
+    asked_about,
     rendered,
     template_text,
     text_of,
@@ -176,7 +176,7 @@ class QuestionJudge:
 
 
 def _messages(image: Image, text: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [picture_part(image), {"type": "text", "text": text}]}]
+    return [asked_about(image, text)]
 
 
 def combined(q: Mapping[str, Sequence[float]], how: str) -> float:

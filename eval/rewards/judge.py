@@ -24,7 +24,7 @@ from eval.rewards.chat import (
     Endpoint,
     NoAnswer,
     Question,
-    picture_part,
+    asked_about,
     rendered,
     template_text,
     text_of,
@@ -96,7 +96,7 @@ class GradingJudge:
         same_length(images, rows)
         texts = [self._text(row) for row in rows]
         questions = [
-            Question(name_of(row, index), partial(self._messages, image, text), self._options())
+            Question(name_of(row, index), partial(_messages, image, text), self._options())
             for index, (image, row, text) in enumerate(zip(images, rows, texts, strict=True))
         ]
         return [self._verdict(answer) for answer in self._chat.ask(questions)]
@@ -106,9 +106,6 @@ class GradingJudge:
         return rendered(
             self._template, row=row, prompt=prompt_of(row), lowest=s.lowest, highest=s.highest
         )
-
-    def _messages(self, image: Image, text: str) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": [picture_part(image), {"type": "text", "text": text}]}]
 
     def _options(self) -> dict[str, Any]:
         s = self.settings
@@ -137,3 +134,7 @@ class GradingJudge:
 
     def close(self) -> None:
         self._chat.close()
+
+
+def _messages(image: Image, text: str) -> list[dict[str, Any]]:
+    return [asked_about(image, text)]

@@ -29,7 +29,7 @@ from eval.rewards.chat import (
     Endpoint,
     NoAnswer,
     Question,
-    picture_part,
+    asked_about,
     rendered,
     template_text,
     text_of,
@@ -170,8 +170,7 @@ class VlmReader:
         ]
 
     def _messages(self, image: Image) -> list[dict[str, Any]]:
-        parts = [picture_part(image), {"type": "text", "text": self._instruction}]
-        return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": parts}]
+        return [{"role": "system", "content": SYSTEM}, asked_about(image, self._instruction)]
 
     def _options(self) -> dict[str, Any]:
         s = self.settings
