@@ -1,0 +1,1 @@
+"""Train on rewards: rollouts in groups, verdicts, advantages, one update of both heads."""
