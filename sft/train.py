@@ -34,15 +34,22 @@ from sft.latents import ImageStore
 from sft.loss import Tally, loss, tallied_by
 from sft.train_config import PRESETS, Config
 from sft.train_data import Prepared, prepare
-from sft.train_output import NEWEST, curves, save_folder, settings_text, tracker_of
+from sft.train_output import curves, save_model, settings_text
 from sft.validate import HeldOut, draw_stories
 from umm_reflect.checkpoint import load
 from umm_reflect.errors import UserError
 from umm_reflect.files import write_aside
 from umm_reflect.training import resume, trainable
 from umm_reflect.training.flops import Work, flops, learns_of, mfu, peak_flops
+from umm_reflect.training.folders import NEWEST
 from umm_reflect.training.learner import Learner
-from umm_reflect.training.metrics import MetricsLog, memory_used, plot_curves, progress
+from umm_reflect.training.metrics import (
+    MetricsLog,
+    memory_used,
+    plot_curves,
+    progress,
+    tracker,
+)
 from umm_reflect.training.processes import Processes, start
 from umm_reflect.training.signals import noticed_signals
 
@@ -160,7 +167,9 @@ class Run:
         self.bar = progress(config.max_steps - self.first, "sft") if processes.main else None
         from_step = self.first + 1
         self.log = MetricsLog(config.output_dir, from_step) if processes.main else None
-        self.tracker = tracker_of(config) if processes.main else None
+        self.tracker = (
+            tracker(config.tracker, config.output_dir, config) if processes.main else None
+        )
         self.began = self.logged = time.monotonic()
         waiting = train_data.tasks(self.prepared, config, processes, self.store, self.first)
         pin = processes.device.type == "cuda"
@@ -365,7 +374,7 @@ class Run:
         """A folder that every command loads, and the state to go on from. Every process calls."""
         config, out = self.config, self.config.output_dir
         self.report()
-        save_folder(self.learner, self.prepared, config, self.step)
+        save_model(self.learner, self.prepared, config, self.step)
         extra = {
             "fingerprint": self.prepared.sampler.fingerprint(),
             "seconds": self.used(),

@@ -18,7 +18,6 @@ import torch
 
 import sft.train
 import sft.train_data
-import sft.train_output
 from sft.train_config import Config
 from tests.learning import run_processes
 from tests.sft_runs import (
@@ -33,6 +32,7 @@ from tests.sft_runs import (
     weights,
     write_folders,
 )
+from umm_reflect.training import folders as folders_module
 from umm_reflect.training import resume
 from umm_reflect.training.processes import Processes
 
@@ -143,8 +143,8 @@ def test_a_run_that_ends_inside_of_a_save_goes_on_from_the_one_before(
     folders, straight, tmp_path, monkeypatch, at
 ):
     places = {
-        "model folder": (sft.train_output, "save_profile"),
-        "rename": (sft.train_output.os, "replace"),
+        "model folder": (folders_module, "save_profile"),
+        "rename": (folders_module.os, "replace"),
         "state": (resume, "_write"),
         "after the state": (resume, "write_aside"),
     }

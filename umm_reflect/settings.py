@@ -56,18 +56,19 @@ def parse(
     argv: Sequence[str],
     prog: str,
     presets: Mapping[str, Mapping[str, Any]] | None = None,
+    start: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The settings of one run: flag > --config file > preset > default.
+    """The settings of one run: flag > --config file > preset or start > default.
 
     config_class: a frozen dataclass (nested dataclasses make dotted flags); docstrings under the
-    fields are their help. presets: named starting points, chosen by --preset NAME. Errors:
-    UsageError of one line for anything typed wrongly, in the file too. `--help` and `--show-config`
-    print and raise SystemExit(0).
+    fields are their help. presets: named starting points, chosen by --preset NAME. start: what the
+    caller begins from. Errors: UsageError of one line for anything typed wrongly, in the file too.
+    `--help` and `--show-config` print and raise SystemExit(0).
     """
     import tyro
 
     own, rest = _take_common_flags(argv, prog, presets)
-    start = (presets or {}).get(own["preset"], {})
+    start = (presets or {}).get(own["preset"], {}) if start is None else start
     given = load_yaml(own["config"])
     default = from_mapping(config_class, _overlaid(start, given), own["config"] or own["preset"])
     common = _HELP_OF_COMMON_FLAGS

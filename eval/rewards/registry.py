@@ -36,6 +36,7 @@ REWARDS = {
     "dv": "eval.rewards.dv",
     "judge": "eval.rewards.judge",
     "http": "eval.rewards.http",
+    "synthetic": "eval.rewards.synthetic",
     "sum": "eval.rewards.weighted",
 }
 

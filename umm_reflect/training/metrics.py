@@ -16,9 +16,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from umm_reflect.files import write_aside
 
@@ -253,6 +253,26 @@ def progress(
     total: in whatever `advance` counts (steps, seconds).
     """
     return Progress(total, label, every, sys.stderr if stream is None else stream)
+
+
+def tracker(
+    kind: Literal["none", "tensorboard", "wandb"], folder: Path, config: Any
+) -> Callable[[int, Mapping[str, float]], Any] | None:
+    """A function of (step, values) that sends metrics on; None without a tracker. config: the
+    settings dataclass of the run, which wandb shows."""
+    if kind == "none":
+        return None
+    if kind == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(folder / "tensorboard")
+        return lambda step, values: [writer.add_scalar(n, v, step) for n, v in values.items()]
+    import wandb
+
+    from umm_reflect.settings import to_mapping
+
+    wandb.init(project="umm-reflect", dir=str(folder), config=to_mapping(config))
+    return lambda step, values: wandb.log(dict(values), step=step)
 
 
 if __name__ == "__main__":

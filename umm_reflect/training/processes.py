@@ -19,7 +19,7 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch import Tensor
 from umm_reflect.device import resolve_device
 from umm_reflect.errors import UsageError, UserError
 
+T = TypeVar("T")
 # A collective that waits longer than this is given up: longer than rank 0 takes to save 30 GB.
 TIMEOUT = timedelta(minutes=15)
 # How often a process looks whether another has failed, and how long it may go on after that.
@@ -71,9 +72,17 @@ class Processes:
         dist.all_reduce(raised, group=self.group)
         if not raised.item():
             return []
-        said: list = [None] * self.world
-        dist.all_gather_object(said, (flag, why), group=self.group)
+        said = self.gather((flag, why))
         return [(rank, text) for rank, (up, text) in enumerate(said) if up]
+
+    def gather(self, thing: T) -> list[T]:
+        """Every process's `thing` (anything that can be pickled), in the order of the ranks, the
+        same on all of them. Waits for all processes, for no device."""
+        if self.world == 1:
+            return [thing]
+        things: list = [None] * self.world
+        dist.all_gather_object(things, thing, group=self.group)
+        return things
 
     def barrier(self) -> None:
         """Wait until all processes are here."""
