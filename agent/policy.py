@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from PIL import Image
@@ -28,6 +29,7 @@ from agent.types import (
 from umm_reflect.context import ImageSegment, TextSegment
 
 if TYPE_CHECKING:
+    from umm_reflect.flow import DrawSettings
     from umm_reflect.generate import Said
     from umm_reflect.hub import ReflectionProfile
     from umm_reflect.model import Bagel
@@ -68,6 +70,8 @@ class BagelPolicy:
 
     At temperature 0 it says the most likely token.
     """
+
+    keep_latents = False  # True: transitions hold the latent that was decoded
 
     def __init__(self, bagel: Bagel, profile: ReflectionProfile):
         from umm_reflect.generate import Engine
@@ -122,18 +126,21 @@ class BagelPolicy:
             for ask, prefix, answer in zip(asks, forced, said, strict=True)
         ]
 
+    def settings_of(self, ask: DrawAsk) -> DrawSettings:
+        """How an image is drawn: first images and edits have settings of their own."""
+        return self.profile.first if ask.base is None else self.profile.edit
+
     def draw(self, asks: Sequence[DrawAsk], *, on_step: OnStep | None = None) -> list[Transition]:
-        """First images and edits have settings of their own, so each kind is one batch."""
+        """Asks whose settings differ in the noise window at most are one batch."""
         from umm_reflect.generate import DrawRequest, draw
         from umm_reflect.rng import stream
 
+        batches: dict[DrawSettings, list[int]] = {}
+        own = [self.settings_of(ask) for ask in asks]
+        for i, settings in enumerate(own):
+            batches.setdefault(replace(settings, window=None), []).append(i)
         transitions: dict[int, Transition] = {}
-        for settings, group in (
-            (self.profile.first, [i for i, ask in enumerate(asks) if ask.base is None]),
-            (self.profile.edit, [i for i, ask in enumerate(asks) if ask.base is not None]),
-        ):
-            if not group:
-                continue
+        for batch in batches.values():
             began = time.perf_counter()
             requests = [
                 DrawRequest(
@@ -142,12 +149,12 @@ class BagelPolicy:
                     self._size(asks[i].base),
                     stream(asks[i].seed, asks[i].sample, asks[i].number, "draw"),
                 )
-                for i in group
+                for i in batch
             ]
-            truncate = self.profile.transforms.truncate
+            truncate, settings = self.profile.transforms.truncate, [own[i] for i in batch]
             drawn = draw(self.engine, requests, settings, on_step=on_step, truncate=truncate)
             seconds = time.perf_counter() - began
-            for i, result in zip(group, drawn, strict=True):
+            for i, result in zip(batch, drawn, strict=True):
                 noisy = result.logprobs.numel() > 0
                 transitions[i] = Transition(
                     result.image,
@@ -155,6 +162,7 @@ class BagelPolicy:
                     seconds=seconds,
                     view=asks[i].view,
                     segment=self.image(result.image),
+                    latent=result.latent if self.keep_latents else None,
                 )
         return [transitions[i] for i in range(len(asks))]
 
@@ -163,11 +171,12 @@ class BagelPolicy:
 
     def _stop_rule(self, options: Options) -> Callable[[list[int]], bool] | None:
         """After which ids a turn ends, beyond the end token."""
-        decode = self.bagel.tokens.decode
+        tokens = self.bagel.tokens
         lines, loops = options.stop_at_line, options.stop_repeated_text
 
         def ended(ids: list[int]) -> bool:
-            if lines and "\n" in decode(ids[-1:]) and protocol.payload_ended(decode(ids)):
+            at_line = lines and ids[-1] in tokens.line_ends
+            if at_line and protocol.payload_ended(tokens.decode(ids)):
                 return True
             return loops and len(ids) % 8 == 0 and guards.repeats_itself(ids)
 

@@ -183,7 +183,8 @@ class Transition:
     any.
 
     latents: [steps + 1, tokens, channels] fp32, times: [steps + 1] fp32, logprobs: [steps] fp32.
-    `segment` is the image as later contexts hold it.
+    `segment` is the image as later contexts hold it. latent: [tokens, channels] fp32, the state
+    that was decoded, where the policy keeps it.
     """
 
     image: Image
@@ -193,6 +194,7 @@ class Transition:
     seconds: float = 0.0
     view: View | None = field(default=None, repr=False)
     segment: ImageSegment | None = field(default=None, repr=False)
+    latent: Tensor | None = field(default=None, repr=False)
 
     @property
     def context(self) -> Context | None:

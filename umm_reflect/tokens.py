@@ -102,6 +102,12 @@ class Tokens:
         """How many ids have a symbol; a model may have more embedding rows."""
         return len(set(self.tokenizer.get_vocab(with_added_tokens=True).values()))
 
+    @cached_property
+    def line_ends(self) -> frozenset[int]:
+        """The ids whose text holds a newline."""
+        texts = self.tokenizer.decode_batch([[i] for i in range(self.size)], False)
+        return frozenset(i for i, text in enumerate(texts) if "\n" in text)
+
     def unsupported(self, vocab_size: int) -> list[int]:
         """The ids below vocab_size (rows of the model) that have no symbol."""
         known = set(self.tokenizer.get_vocab(with_added_tokens=True).values())
