@@ -1,0 +1,232 @@
+"""The settings of an RL run, and the recipes that `--recipe` names.
+
+    config = config_of(["--recipe", "nano", "--max-steps", "4"], "umm-reflect rl")
+
+A run is a function of these, its seed and the model: they are saved as config.yaml beside its
+output, which --config takes back. A recipe is a file of rl/recipes/, or any YAML file, with some of
+these keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from eval.rewards.registry import named
+from rl.advantage import AdvantageSettings
+from rl.held_out import HeldOutSettings
+from rl.objectives import FlowSettings, TextSettings
+from rl.reward import RewardSettings
+from rl.rollout import RolloutSettings
+from rl.watch import WatchSettings
+from umm_reflect.device import DtypeName
+from umm_reflect.errors import UsageError
+from umm_reflect.settings import load_yaml, nearest, parse, to_mapping
+from umm_reflect.training.learner import OptimizerSettings, Strategy
+from umm_reflect.training.trainable import LORA, LoraSettings, Preset, trained_parts
+
+RECIPES = Path(__file__).resolve().parent / "recipes"
+NANO = "pretrained/bagel-nano-shapes"
+# What a resumed run may have otherwise than the run before: how long it is and what it leaves.
+MAY_CHANGE = (
+    *("output_dir", "resume", "max_steps", "max_seconds", "save_every", "keep", "pictures_every"),
+    *("tracker", "held_out", "preflight", "device", "attn", "strategy", "tokens_per_forward"),
+    *("rollout_batch", "compile", "recompute"),
+)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Who judges the images of rollouts."""
+
+    reward: str = "shapes"
+    """A name (umm-reflect reward --help lists them) or a YAML file that begins with one."""
+    set: tuple[str, ...] = ()
+    """KEY=VALUE settings of it, for example url=http://10.0.0.9:18092."""
+
+    @property
+    def mapping(self) -> dict[str, Any]:
+        """Errors: UsageError for what is no setting."""
+        return named(self.reward, self.set)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train on rewards: groups of rollouts, judged, and one step of both heads.
+
+    --recipe NAME or FILE.yaml: a starting point (reflection, reflection-release, ocr-lora,
+    ocr-lora-npu, pickscore-lora, pickscore-full, spectra-awm, self-spectra-awm, nft, nano). Several
+    processes: torchrun, or scripts/rl/train_rl.sh. `umm-reflect rl preflight ...` checks alone.
+    """
+
+    model: str = NANO
+    """A folder, a hub id or id@revision: the SFT model to start from."""
+    output_dir: Path = Path("outputs/rl")
+    """Where checkpoints, metrics, curves and pictures go."""
+    resume: str = "auto"
+    """auto: go on from the newest state in the output folder; never: refuse one that holds any; or
+    the folder of a state."""
+    prompts: str = "shapes"
+    """What is asked for: shapes, shapes-hard, compound, a GenEval pool, or a file of prompts."""
+    single: bool = False
+    """Single images: each member of a group draws the prompt once, nothing is said."""
+    judge: Judge = field(default_factory=Judge)
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    rollout_batch: int = 64
+    """Trajectories that a process runs side by side."""
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    advantage: AdvantageSettings = field(default_factory=AdvantageSettings)
+    text: TextSettings = field(default_factory=TextSettings)
+    flow: FlowSettings = field(default_factory=FlowSettings)
+    old: Literal["rollout", "learner"] = "rollout"
+    """Where the old log-probs come from: as they were sampled, or from the trainer's own forward
+    before the first update."""
+    updates: int = 1
+    """Updates a rollout: its groups are dealt to so many mini-batches."""
+    passes: int = 1
+    """How many times a rollout is gone through; more than one needs old: learner."""
+    reference: Literal["start", "base"] = "start"
+    """What a KL holds to: the trained weights as the run began, or the model without adapters."""
+    parameters: Preset = "full"
+    """What learns (umm_reflect/training/trainable.py)."""
+    frozen: tuple[str, ...] = ("vit", "connector", "embeddings", "lm_head")
+    """Parts that stay as they are all the same."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    optimizer: OptimizerSettings = field(
+        default_factory=lambda: OptimizerSettings(lr=5e-6, betas=(0.9, 0.999), eps=1e-8)
+    )
+    warmup: int = 0
+    """Updates in which the rates rise from 0."""
+    max_steps: int = 1000
+    """Rollouts of the run."""
+    max_seconds: float | None = None
+    """End after so long, if that is earlier."""
+    tokens_per_forward: int = 32_768
+    """Tokens that a forward of the replay holds at most (a trajectory stays in one)."""
+    strategy: Strategy = "auto"
+    """none, ddp, fsdp2, deepspeed; auto: none for one process, fsdp2 for several."""
+    recompute: bool = True
+    """Run layers again in the backward pass, to save memory."""
+    compile: bool = False
+    """Fuse norms and rotations (a GPU)."""
+    device: str = "auto"
+    dtype: DtypeName = "auto"
+    attn: str = "auto"
+    """The attention kernel."""
+    watch: WatchSettings = field(default_factory=WatchSettings)
+    held_out: HeldOutSettings = field(default_factory=HeldOutSettings)
+    preflight: bool = True
+    """Check before the first update that replay equals rollout, that the judge judges, and more."""
+    force_turns: int | None = None
+    """Make the model say legal turns of so many tokens: for speed tests of random weights."""
+    save_every: int = 50
+    """Steps between two checkpoints."""
+    keep: int = 2
+    """Checkpoints that stay, besides the best one."""
+    pictures_every: int = 20
+    """Steps between two galleries of rollouts; 0: none."""
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"
+    """Where metrics go besides metrics.jsonl."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"updates": 1, "passes": 1, "warmup": 0, "max_steps": 1, "rollout_batch": 1}
+        least |= {"tokens_per_forward": 1, "save_every": 1, "keep": 1, "pictures_every": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"{name} is {getattr(self, name)}; give {value} or more")
+        if self.max_seconds is not None and self.max_seconds <= 0:
+            raise ValueError(f"max_seconds is {self.max_seconds}; give more than 0, or none")
+        trained_parts(self.parameters, self.frozen_parts)
+        if self.parameters not in LORA and self.lora != LoraSettings():
+            raise ValueError(f"lora settings need parameters of {', '.join(LORA)}")
+        self._check_objectives()
+
+    def _check_objectives(self) -> None:
+        rollout, flow = self.rollout, self.flow
+        if not self.trains_text and not self.trains_flow:
+            raise ValueError("text.weight and flow.weight are both 0: nothing would be learned")
+        if self.passes > 1 and self.old != "learner":
+            raise ValueError(f"passes is {self.passes}, which needs old: learner")
+        if self.updates > rollout.groups:
+            raise ValueError(
+                f"updates is {self.updates}, but a rollout has {rollout.groups} groups to deal out"
+            )
+        if rollout.group_size < 2:
+            raise ValueError(
+                f"rollout.group_size is {rollout.group_size}: siblings are compared with one "
+                "another; give 2 or more"
+            )
+        if self.reference == "base" and self.parameters not in LORA:
+            raise ValueError(f"reference base needs parameters of {', '.join(LORA)}")
+        if flow.objective != "grpo" and self.old == "learner" and self.trains_text:
+            raise ValueError("old: learner is for flow.objective grpo")
+
+    @property
+    def frozen_parts(self) -> tuple[str, ...]:
+        """`frozen` without what the preset does not train."""
+        known = trained_parts(self.parameters)
+        return tuple(part for part in self.frozen if part in known)
+
+    @property
+    def trains_text(self) -> bool:
+        return self.text.weight > 0 and not self.single
+
+    @property
+    def trains_flow(self) -> bool:
+        return self.flow.weight > 0
+
+    @property
+    def lora_run(self) -> bool:
+        return self.parameters in LORA
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], at: str = "") -> list[str]:
+    """Where two runs differ that should be one: ["rollout.group_size: 16 then, 8 now"]."""
+    found = []
+    for name in sorted(before.keys() | now.keys()):
+        if not at and name in MAY_CHANGE:
+            continue
+        a, b = before.get(name), now.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, f"{at}{name}.")
+        elif a != b:
+            found.append(f"{at}{name}: {a} then, {b} now")
+    return found
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """The settings as plain values, as JSON holds them."""
+    import json
+
+    return json.loads(json.dumps(to_mapping(config)))
+
+
+def config_of(argv: Sequence[str], prog: str) -> Config:
+    """flag > --config file > recipe > default. Errors: UsageError for a recipe that is not there,
+    and as `settings.parse`."""
+    name, rest = "", []
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag == "--recipe":
+            name = value if equals else next(words, "")
+            if not name:
+                raise UsageError("--recipe needs a name or a file", "For example --recipe nano")
+        else:
+            rest.append(word)
+    return parse(Config, rest, prog, start=recipe(name) if name else {})
+
+
+def recipe(name: str) -> dict[str, Any]:
+    """The settings of a recipe, by its name or its file."""
+    if name.endswith((".yaml", ".yml")):
+        return load_yaml(name)
+    known = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    if name not in known:
+        close = nearest(name, known)
+        hint = f"Did you mean '{close}'?" if close else f"Choose of {', '.join(known)}, or a file."
+        raise UsageError(f"there is no recipe '{name}'", hint)
+    return load_yaml(RECIPES / f"{name}.yaml")
