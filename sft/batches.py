@@ -33,7 +33,9 @@ from umm_reflect.flow import sample_times
 from umm_reflect.images import Transforms
 from umm_reflect.layout import Frame, latent_grid
 from umm_reflect.packing import (
+    LONG_MULTIPLE,
     MAX_DENSE,
+    MULTIPLE,
     Example,
     PackedBatch,
     PackedRow,
@@ -44,9 +46,6 @@ from umm_reflect.packing import (
 from umm_reflect.rng import stream
 from umm_reflect.training.flops import Work, work
 
-# Tokens of each expert are padded to a multiple: kernels with a mask want 8, and flex attention, of
-# long rows, is compiled for each length that comes.
-MULTIPLE, LONG_MULTIPLE = 32, 1024
 EMPTY: Example = (Piece(TextSegment(())),)
 
 ImageKey = tuple[str, str, int]  # "anchor" or "", uid, number of the image

@@ -5,8 +5,10 @@
     image, VAE block (clean)    image_start, latents, image_end  all p, then p += 1  full    no
     image, ViT block            image_start, patches, image_end  all p, then p += 1  full    no
     image being drawn, noised   image_start, latents, image_end  all p, p stays      noise   yes
+    text said, then replaced    start, ids ...                   p ..., p stays      aside   yes
 
-hidden: from all later tokens. A full or noised block sees all of itself and all before it.
+hidden: from all later tokens. A full or noised block sees all of itself and all before it. A text
+aside (replay alone has it) is what was sampled where later tokens see its canonical form.
 An image that enters as "vae+vit" is a VAE block followed by a ViT block. Only latent tokens use
 the generation expert; text, patches and all markers use the understanding expert. A clean copy
 that follows a noised target gets the target's own position. Source: BAGEL, recorded in the golden
@@ -29,7 +31,7 @@ from umm_reflect.context import ImageSegment, TextSegment
 from umm_reflect.images import grid_positions
 
 Kind = Literal["text", "vae", "vit"]
-Mode = Literal["causal", "full", "noise"]
+Mode = Literal["causal", "full", "noise", "aside"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class Block:
         return self.length - 2 if self.kind == "vae" else 0
 
     @property
+    def hidden(self) -> bool:
+        """Whether later tokens do not see this block."""
+        return self.mode in ("noise", "aside")
+
+    @property
     def positions(self) -> np.ndarray:
         if self.kind == "text":
             return np.arange(self.position, self.position + self.length)
@@ -71,14 +78,14 @@ class Block:
 
     @property
     def next_position(self) -> int:
-        if self.mode == "noise":
+        if self.hidden:
             return self.position
         return self.position + (self.length if self.kind == "text" else 1)
 
 
-def text_block(ids: Sequence[int], position: int) -> Block:
+def text_block(ids: Sequence[int], position: int, *, aside: bool = False) -> Block:
     """A causal run of token ids exactly as given (a whole framed text, or a piece of one)."""
-    return Block("text", len(ids), tuple(ids), position, "causal")
+    return Block("text", len(ids), tuple(ids), position, "aside" if aside else "causal")
 
 
 def vae_block(
@@ -148,7 +155,7 @@ class RowTokens:
 
     is_gen_L: bool, uses the generation expert. ids_L: token id (0 where a patch or latent stands).
     position_L: RoPE position. block_L: index of the block. full_L: sees its whole block. noise_L:
-    hidden from others.
+    hidden from other blocks.
     """
 
     ids_L: np.ndarray
@@ -179,8 +186,8 @@ def row_tokens(blocks: Sequence[Block]) -> RowTokens:
         is_gen_L=np.concatenate(gen),
         position_L=np.concatenate([block.positions for block in blocks]),
         block_L=np.repeat(np.arange(len(blocks)), lengths),
-        full_L=np.repeat([block.mode != "causal" for block in blocks], lengths),
-        noise_L=np.repeat([block.mode == "noise" for block in blocks], lengths),
+        full_L=np.repeat([block.mode in ("full", "noise") for block in blocks], lengths),
+        noise_L=np.repeat([block.hidden for block in blocks], lengths),
     )
 
 

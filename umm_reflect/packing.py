@@ -41,6 +41,9 @@ from umm_reflect.model import Bagel
 NO_LABEL = -100
 # Dense masks are used up to this many tokens a row; longer rows on a GPU take flex attention.
 MAX_DENSE = 4096
+# Tokens of each expert are padded to a multiple: kernels with a mask want 8, and flex attention, of
+# long rows, is compiled for each length that comes.
+MULTIPLE, LONG_MULTIPLE = 32, 1024
 
 
 @dataclass(frozen=True)
@@ -139,18 +142,26 @@ def _text_labels(piece: Piece, frame: Frame) -> list[tuple[int, float]]:
 
 def pack_row(examples: Sequence[Example], frame: Frame, config: BagelConfig) -> PackedRow:
     """Lay several examples out one after another in one row."""
-    blocks: list[Block] = []
+    blocks: list[list[Block]] = []
     labels: list[tuple[int, float]] = []
-    sample: list[int] = []
-    for index, example in enumerate(examples):
+    for example in examples:
         new, new_labels = example_blocks(example, frame, config)
-        blocks += new
+        blocks.append(new)
         labels += new_labels
-        sample += [index] * len(new_labels)
+    label, weight = (np.asarray(column) for column in zip(*labels, strict=True))
+    return row_of_blocks(blocks, label, weight, config)
+
+
+def row_of_blocks(
+    examples: Sequence[Sequence[Block]], label: np.ndarray, weight: np.ndarray, config: BagelConfig
+) -> PackedRow:
+    """A row of examples that are laid out; label and weight: of each token, in sequence order."""
+    blocks = [block for example in examples for block in example]
+    lengths = [sum(block.length for block in example) for example in examples]
+    sample = np.repeat(np.arange(len(examples)), lengths)
     tokens = row_tokens(blocks)
     und, gen = np.flatnonzero(~tokens.is_gen_L), np.flatnonzero(tokens.is_gen_L)
     both = np.concatenate([und, gen])
-    label, weight = (np.asarray(column) for column in zip(*labels, strict=True))
     patches, start = [], 0
     for block in blocks:
         if block.kind == "vit":
@@ -165,7 +176,7 @@ def pack_row(examples: Sequence[Example], frame: Frame, config: BagelConfig) -> 
         position_L=tokens.position_L[both],
         order_L=both,
         block_L=tokens.block_L[both],
-        sample_L=np.asarray(sample)[both],
+        sample_L=sample[both],
         full_L=tokens.full_L[both],
         noise_L=tokens.noise_L[both],
         label_U=label[und],
@@ -326,34 +337,45 @@ def training_forward(
     """One forward over packed rows. times_I: diffusion time of each image (clean ones ignore
     theirs).
     """
-    rows, width = batch.ids_BU.shape
-    gen = batch.cell_BG.shape[1]
+    rows, gen = batch.cell_BG.shape
+    if gen:
+        time_BG = torch.where(batch.noised_BG, times_I[batch.image_BG], 0.0)
+        x_BGC = interpolate(batch.latent_BGC, noise_BGC, time_BG[..., None])
+    else:
+        x_BGC, time_BG = noise_BGC, batch.cell_BG.float()
+    embedded, hidden = packed_forward(bagel, batch, x_BGC, time_BG, recompute=recompute)
+    logits = bagel.logits(hidden[0].index_select(0, batch.score_S)).float()
+    velocity = bagel.velocity(hidden[1]).float().unflatten(0, (rows, gen)) if gen else noise_BGC
+    return TrainingOutput(
+        ce_S=F.cross_entropy(logits, batch.label_S, reduction="none"),
+        right_S=logits.detach().argmax(-1) == batch.label_S,
+        velocity_BGC=velocity,
+        embedded=embedded,
+        hidden=hidden,
+    )
+
+
+def packed_forward(
+    bagel: Bagel, batch: PackedBatch, x_BGC: Tensor, time_BG: Tensor, *, recompute: bool = False
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """What enters and what leaves the decoder, per expert ([B * U, D], [B * G, D]), with latents as
+    they are given, at these diffusion times.
+    """
+    width, gen = batch.ids_BU.shape[1], batch.cell_BG.shape[1]
     x_UD = bagel.embed_ids(batch.ids_BU.flatten())
     if batch.patch_V.numel():
         patches = bagel.embed_patches(batch.patches_VP, batch.patch_cell_V, batch.patch_lengths)
         room = torch.cat([x_UD, x_UD.new_zeros(1, x_UD.shape[1])])  # the last place takes padding
         x_UD = room.index_copy(0, batch.patch_V, patches.to(room.dtype))[:-1]
     if gen:
-        time_BG = torch.where(batch.noised_BG, times_I[batch.image_BG], 0.0)
-        x_t = interpolate(batch.latent_BGC, noise_BGC, time_BG[..., None])
-        x_GD = bagel.embed_latents(x_t.flatten(0, 1), time_BG.flatten(), batch.cell_BG.flatten())
+        x_GD = bagel.embed_latents(x_BGC.flatten(0, 1), time_BG.flatten(), batch.cell_BG.flatten())
     else:
         x_GD = x_UD[:0]
     position_T = torch.cat(
         [batch.position_BL[:, :width].flatten(), batch.position_BL[:, width:].flatten()]
     )
-    hidden_U, hidden_G = bagel(
-        x_UD, x_GD, position_T, attend(bagel, batch, (width, gen)), recompute=recompute
-    )
-    logits = bagel.logits(hidden_U.index_select(0, batch.score_S)).float()
-    velocity = bagel.velocity(hidden_G).float().unflatten(0, (rows, gen)) if gen else noise_BGC
-    return TrainingOutput(
-        ce_S=F.cross_entropy(logits, batch.label_S, reduction="none"),
-        right_S=logits.detach().argmax(-1) == batch.label_S,
-        velocity_BGC=velocity,
-        embedded=(x_UD, x_GD),
-        hidden=(hidden_U, hidden_G),
-    )
+    mask = attend(bagel, batch, (width, gen))
+    return (x_UD, x_GD), bagel(x_UD, x_GD, position_T, mask, recompute=recompute)
 
 
 def attend(bagel: Bagel, batch: PackedBatch, split: tuple[int, int]) -> Attend:

@@ -16,8 +16,10 @@ was loaded (bf16 on a GPU).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,34 +31,75 @@ from umm_reflect.training.parts import empty_batch, with_all_parts
 from umm_reflect.training.processes import STRATEGIES, Processes, Strategy
 from umm_reflect.training.sharding import Replicated, Sharded, Whole
 
-__all__ = ["Learner", "OptimizerSettings", "StepReport", "Strategy", "empty_batch"]
+__all__ = [
+    "Learner",
+    "OptimizerSettings",
+    "Step",
+    "StepReport",
+    "Strategy",
+    "empty_batch",
+    "training_step",
+]
 
 
-class TrainStep(nn.Module):
-    """One forward over a packed batch, as the module that wrappers wrap: a tuple of what losses
-    read (`TrainingOutput` without the hidden states), in which wrappers find the tensors."""
+Out = TypeVar("Out")
 
-    def __init__(self, bagel: Bagel, recompute: bool):
+
+@dataclass(frozen=True)
+class Step(Generic[Out]):
+    """A forward that a learner can wrap. Each process that runs it runs the same modules.
+
+    run(bagel, batch, times_I, x_BGC, recompute): what losses read as a plain tuple, in which
+    wrappers find the tensors: first one of scored tokens [S], last the velocity [B, G, C]; none is
+    a view, since wrappers hang hooks on them. x_BGC: latents, or the noise for them, as `run` has
+    it. read: the tuple as the losses want it.
+    """
+
+    run: Callable[[Bagel, PackedBatch, Tensor, Tensor, bool], tuple[Tensor, ...]]
+    read: Callable[..., Out]
+
+    def __call__(self, bagel: Bagel, batch, times_I: Tensor, x_BGC: Tensor, recompute: bool) -> Out:
+        """The same without a learner."""
+        return self.read(*self.run(bagel, batch, times_I, x_BGC, recompute))
+
+
+def _run_training(
+    bagel: Bagel, batch: PackedBatch, times_I: Tensor, noise_BGC: Tensor, recompute: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = training_forward(bagel, batch, times_I, noise_BGC, recompute=recompute)
+    return out.ce_S, out.right_S, out.velocity_BGC.clone()
+
+
+def _read_training(ce_S: Tensor, right_S: Tensor, velocity_BGC: Tensor) -> TrainingOutput:
+    """The hidden states are not kept."""
+    return TrainingOutput(ce_S, right_S, velocity_BGC, (), ())
+
+
+training_step = Step(_run_training, _read_training)
+
+
+class Stepped(nn.Module):
+    """A step over packed batches, as the module that wrappers wrap."""
+
+    def __init__(self, bagel: Bagel, step: Step, recompute: bool):
         super().__init__()
         self.bagel = bagel
+        self.step = step
         self.recompute = recompute
 
-    def forward(
-        self, batch: PackedBatch, times_I: Tensor, noise_BGC: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, batch: PackedBatch, times_I: Tensor, x_BGC: Tensor) -> tuple[Tensor, ...]:
         recompute = self.recompute and torch.is_grad_enabled()
-        out = training_forward(self.bagel, batch, times_I, noise_BGC, recompute=recompute)
-        # no view: wrappers hang hooks on what comes out
-        return out.ce_S, out.right_S, out.velocity_BGC.clone()
+        return self.step.run(self.bagel, batch, times_I, x_BGC, recompute)
 
 
-class Learner:
+class Learner(Generic[Out]):
     """Trains the parameters that require a gradient when it is built.
 
     strategy: none (one process), ddp (whole weights everywhere), fsdp2 (everything sharded),
     deepspeed; auto: none for one process, fsdp2 for several. recompute: run layers again in the
     backward pass. compile: fuse norms and rotations. legacy_bf16: no fp32 masters, as the published
-    run had it (nearly all updates round away at its rates); for comparison only.
+    run had it (nearly all updates round away at its rates); for comparison only. forward: what is
+    run over a batch and read by the losses (`rl.replay.replay_step` for RL).
     Errors: ValueError when nothing is trainable or the strategy does not fit the processes.
     """
 
@@ -70,6 +113,7 @@ class Learner:
         recompute: bool,
         compile: bool,  # noqa: A002
         legacy_bf16: bool = False,
+        forward: Step[Out] = training_step,
     ):
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy is {strategy!r}; choose one of {', '.join(STRATEGIES)}")
@@ -87,10 +131,11 @@ class Learner:
         if compile:
             compile_operations()
         bagel.train()
-        self._step = TrainStep(bagel, recompute)
+        self._forward = forward
+        self._stepped = Stepped(bagel, forward, recompute)
         layout = _layout(strategy)
         self._layout = layout(
-            self._step, self.trainable, optimizer, processes, bagel.dtype, legacy_bf16
+            self._stepped, self.trainable, optimizer, processes, bagel.dtype, legacy_bf16
         )
 
     @property
@@ -100,14 +145,14 @@ class Learner:
 
     # --- one update -------------------------------------------------------------------------------
 
-    def forward(self, batch: PackedBatch, times_I: Tensor, noise_BGC: Tensor) -> TrainingOutput:
+    def forward(self, batch: PackedBatch, times_I: Tensor, x_BGC: Tensor) -> Out:
         """One forward over a packed batch on the device. Several processes make the same number of
-        them; one that has no data left takes `empty_batch`. The hidden states are not kept."""
+        them; one that has no data left takes `empty_batch`."""
         gen = batch.cell_BG.shape[1]
         if self.strategy != "none":
-            batch, times_I, noise_BGC = with_all_parts(batch, times_I, noise_BGC, self.bagel.config)
-        ce_S, right_S, velocity_BGC = self.module(batch, times_I, noise_BGC)
-        return TrainingOutput(ce_S, right_S, velocity_BGC[:, :gen], (), ())
+            batch, times_I, x_BGC = with_all_parts(batch, times_I, x_BGC, self.bagel.config)
+        *rest, velocity_BGC = self.module(batch, times_I, x_BGC)
+        return self._forward.read(*rest, velocity_BGC[:, :gen])
 
     def backward(self, total_loss: Tensor, last: bool) -> None:
         """Add the gradient of a loss to this update's. last: of its batches, so that what goes over

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from umm_reflect.training.optim import (
     layer_matrices,
     newton_schulz,
 )
+from umm_reflect.training.trainable import part_of
 
 # Numbers that Muon and the average handle at a time: 256 MB in fp32.
 CHUNK = 1 << 26
@@ -34,6 +35,8 @@ CHUNK = 1 << 26
 class OptimizerSettings:
     """name: adamw, or muon (matrices of the layers by Muon at muon_lr, the rest by AdamW at lr).
 
+    flow_lr: of what draws (the generation expert, and what leads latents and times in and out),
+    None for the same lr as what speaks; adamw alone.
     weight_decay: decoupled, on parameters of two and more dimensions. clip_norm: largest global
     gradient norm, None for no limit. ema_decay: of the moving average of the masters, None for
     none. Defaults: the published ones of BAGEL's fine-tuning.
@@ -47,6 +50,7 @@ class OptimizerSettings:
     weight_decay: float = 0.0
     clip_norm: float | None = 1.0
     ema_decay: float | None = None
+    flow_lr: float | None = None
 
     def __post_init__(self) -> None:
         if self.name not in ("adamw", "muon"):
@@ -54,12 +58,46 @@ class OptimizerSettings:
         for name in ("lr", "muon_lr", "eps", "weight_decay"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}; give 0 or more")
+        if self.flow_lr is not None:
+            if self.name != "adamw":
+                raise ValueError("flow_lr goes with adamw: muon has one rate for all matrices")
+            if not 0 <= self.flow_lr < float("inf"):
+                raise ValueError(f"flow_lr is {self.flow_lr}; give 0 or more, or none")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas}; give two numbers in [0, 1)")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm is {self.clip_norm}; give a number above 0, or none")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay is {self.ema_decay}; give a number in (0, 1), or none")
+
+    def groups(self, names: Sequence[str], shapes: Sequence[torch.Size]) -> list[AdamWGroup]:
+        """What AdamW treats alike, of these parameters: matrices decay and the rest does not, and
+        what draws has its own rate. Groups may be empty."""
+        flow = [self.flow_lr is not None and draws(name) for name in names]
+        kinds = [(drawing, len(shape) >= 2) for drawing, shape in zip(flow, shapes, strict=True)]
+        return [
+            AdamWGroup(
+                [i for i, kind in enumerate(kinds) if kind == (drawing, decays)],
+                self.flow_lr if drawing else self.lr,
+                self.weight_decay if decays else 0.0,
+            )
+            for drawing in ((False,) if self.flow_lr is None else (False, True))
+            for decays in (True, False)
+        ]
+
+
+class AdamWGroup(NamedTuple):
+    """Places in a list of parameters, and their learning rate and decay."""
+
+    entries: list[int]
+    lr: float
+    weight_decay: float
+
+
+def draws(name: str) -> bool:
+    """Whether a parameter belongs to the drawing head: the generation expert (an adapter's too),
+    and what leads latents and times into and out of the decoder."""
+    return part_of(name) in ("gen", "latents")
 
 
 @dataclass(frozen=True)
@@ -123,9 +161,8 @@ class Masters:
             (by_muon.setdefault(shape, []) if is_muon else rest).append(i)
         whole = [shape.numel() for shape in self.shapes]
         self._muon = [chunk for same in by_muon.values() for chunk in in_chunks(same, whole)]
-        self._adamw = [
-            [i for i in rest if (len(self.shapes[i]) >= 2) == decays] for decays in (True, False)
-        ]
+        groups = settings.groups([self.names[i] for i in rest], [self.shapes[i] for i in rest])
+        self._adamw = [g._replace(entries=[rest[k] for k in g.entries]) for g in groups]
         zeros = torch.zeros_like
         self._stacks = [zeros(torch.stack([self.masters[i] for i in same])) for same in self._muon]
         self.momentum = {
@@ -156,13 +193,11 @@ class Masters:
         clip = self.settings.clip_norm
         factor = torch.ones_like(norm) if clip is None else (clip / (norm + 1e-6)).clamp(max=1.0)
         factor = torch.where(finite, factor, 1.0)
-        for entries, decays in zip(self._adamw, (True, False), strict=True):
+        for entries, lr, decay in self._adamw:
             some = [i for i in entries if self.masters[i].numel()]
             if some:
-                decay = self.settings.weight_decay if decays else 0.0
-                rate = self.settings.lr * lr_factor
                 update = self._adamw_fused if self._fused else self._adamw_plain
-                update(some, [grads[i] for i in some], rate, decay, factor, go)
+                update(some, [grads[i] for i in some], lr * lr_factor, decay, factor, go)
         self._muon_step(grads, lr_factor, factor, go)
         self.step_count.add_(go)
         self._average_step(go)

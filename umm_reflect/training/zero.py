@@ -90,16 +90,17 @@ class DeepSpeed:
             "zero_force_ds_cpu_optimizer": False,  # where the launch file offloads
         }
         mixed = {torch.bfloat16: "bf16", torch.float32: "no"}[dtype]
-        groups = [
-            {
-                "params": [p for p in self.parameters if (p.ndim >= 2) == decays],
-                "weight_decay": decay,
-            }
-            for decays, decay in ((True, settings.weight_decay), (False, 0.0))
-        ]
+        groups = [g for g in settings.groups(self.names, self.shapes) if g.entries]
+        self._rates = [group.lr for group in groups]
         self._adamw = _CheckedAdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.lr,
+            [
+                {
+                    "params": [self.parameters[i] for i in group.entries],
+                    "lr": group.lr,
+                    "weight_decay": group.weight_decay,
+                }
+                for group in groups
+            ],
             betas=settings.betas,
             eps=settings.eps,
         )
@@ -113,8 +114,8 @@ class DeepSpeed:
         config = self.module.module.bagel.config
         batch = empty_batch(config).to(self.processes.device)
         nothing = torch.zeros(0, device=self.processes.device), batch.latent_BGC
-        ce_S, _, velocity_BGC = self.module(*with_all_parts(batch, *nothing, config))
-        self.backward(0.0 * (ce_S.sum() + velocity_BGC.sum()), last=True)
+        of_words_S, *_, velocity_BGC = self.module(*with_all_parts(batch, *nothing, config))
+        self.backward(0.0 * (of_words_S.sum() + velocity_BGC.sum()), last=True)
         self.step(0.0)
         self._count(0)
         if self.stage == 2:  # it looks for moments after the first of its groups has made some
@@ -134,8 +135,8 @@ class DeepSpeed:
         self.module.backward(loss)
 
     def step(self, lr_factor: float) -> StepReport:
-        for group in self.module.optimizer.param_groups:
-            group["lr"] = self.settings.lr * lr_factor
+        for group, lr in zip(self.module.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = lr * lr_factor
         self._adamw.applied = False
         self.module.step()
         applied = torch.tensor(self._adamw.applied, device=self.processes.device)
