@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import product
+from itertools import pairwise, product
 
 from agent.types import StopReason, Trajectory
 from rl.types import Judged
@@ -117,7 +117,7 @@ def trajectory_reward(
         raise ValueError(f"{len(qualities)} images come from more than the {edits} edits asked for")
     if not all(map(math.isfinite, qualities)):
         raise ValueError(f"the qualities {list(qualities)} are not all finite numbers")
-    changes = [later - earlier for earlier, later in zip(qualities, qualities[1:], strict=False)]
+    changes = [later - earlier for earlier, later in pairwise(qualities)]
     gains = [change for change in changes if change > 0]
     wrong = corrects[-1] is False
     malformed = stop in MALFORMED_STOPS
@@ -206,7 +206,9 @@ def loopholes(settings: RewardSettings, max_rounds: int) -> list[str]:
         if kind not in worst or excess > worst[kind][0] + _EQUAL:
             worst[kind] = excess, sentence
 
-    paths = [p for n in range(min(max_rounds, _LONGEST) + 1) for p in product(_LEVELS, repeat=n + 1)]
+    paths = [
+        p for n in range(min(max_rounds, _LONGEST) + 1) for p in product(_LEVELS, repeat=n + 1)
+    ]
     for path in paths:
         drawn = len(path) - 1
         for ending, reward in _endings(path, max_rounds, settings):
