@@ -203,7 +203,7 @@ def text_grpo(
     entropy_S: Tensor | None = None,
     sampled_S: Tensor | None = None,
 ) -> tuple[Tensor, Sums]:
-    """(loss, sums): sum of w (max(-A r, -A clip(r, 1 - low, 1 + high)) + kl k3), r = exp(new - old).
+    """(loss, sums): sum of w (max(-A r, -A clip(r, 1-low, 1+high)) + kl k3), r = exp(new - old).
 
     All [S]. old_S: log-probs of the policy that is being improved (the rollout's, or the learner's
     own before the first update). ref_S: of the reference; needed for a KL. entropy_S: of the
@@ -302,7 +302,7 @@ def flow_grpo(
     kl_N: Tensor | None = None,
     guard: Guard | None = None,
 ) -> tuple[Tensor, Sums]:
-    """(loss, sums): sum of w (max(-A r, -A clip(r, 1 - low, 1 + high)) + kl KL), r = exp(new - old).
+    """(loss, sums): sum of w (max(-A r, -A clip(r, 1-low, 1+high)) + kl KL), r = exp(new - old).
 
     All [N] (arXiv 2505.05470). kl_N: `velocity_kl` or `transition_kl` to the reference, needed for
     a KL. guard: r = exp((new - old + |mean - old mean|^2 / (2 std^2)) std) and the policy term over
