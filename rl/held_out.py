@@ -81,9 +81,12 @@ class HeldOut:
         mapping = named(settings.reward or reward_of(name), settings.set)
         self.judge = build(mapping, "the held-out judge")
 
-    def look(self, learner: Learner) -> tuple[dict[str, float], list[Trajectory]]:
-        """The numbers, and this process's trajectories. Every process calls it."""
-        with learner.inference() as bagel, torch.no_grad():
+    def look(
+        self, learner: Learner, *, averaged: bool = False
+    ) -> tuple[dict[str, float], list[Trajectory]]:
+        """The numbers, and this process's trajectories. Every process calls it. averaged: with the
+        moving averages of the weights."""
+        with learner.inference(averaged) as bagel, torch.no_grad():
             trajectories = self._run(bagel)
         verdicts = self._judged(trajectories)
         counts = self.processes.gather(outcomes(zip(trajectories, verdicts, strict=True)))

@@ -1,4 +1,4 @@
-"""What became of judged trajectories: how often right at first, repaired, damaged, given up wrongly.
+"""What became of judged trajectories: right at first, repaired, damaged, given up wrongly.
 
     counts = outcomes([(trajectory, verdicts), ...])        # sums, which add up over processes
     rates(add_up([counts, ...]))                            # {"first": 0.4, "repair": 0.3, ...}

@@ -16,10 +16,13 @@ from typing import Any, Literal
 
 from eval.rewards.registry import named
 from rl.advantage import AdvantageSettings
+from rl.difficulty import Difficulty
 from rl.held_out import HeldOutSettings
+from rl.judge import JudgeSettings
+from rl.matching import AwmSettings, NftSettings, TimeSettings
 from rl.objectives import FlowSettings, TextSettings
 from rl.reward import RewardSettings
-from rl.rollout import RolloutSettings
+from rl.rollout_settings import RolloutSettings
 from rl.watch import WatchSettings
 from umm_reflect.device import DtypeName
 from umm_reflect.errors import UsageError
@@ -45,11 +48,19 @@ class Judge:
     """A name (umm-reflect reward --help lists them) or a YAML file that begins with one."""
     set: tuple[str, ...] = ()
     """KEY=VALUE settings of it, for example url=http://10.0.0.9:18092."""
+    attempts: int = 2
+    """How often an image is sent before it counts as not judged."""
+    unjudged: float = 0.0
+    """Share of an update's images that may stay without a verdict; their trajectories are left
+    out."""
+
+    def __post_init__(self) -> None:
+        self.settings  # noqa: B018  says what is wrong
 
     @property
-    def mapping(self) -> dict[str, Any]:
+    def settings(self) -> JudgeSettings:
         """Errors: UsageError for what is no setting."""
-        return named(self.reward, self.set)
+        return JudgeSettings(named(self.reward, self.set), self.attempts, self.unjudged)
 
 
 @dataclass(frozen=True)
@@ -69,17 +80,31 @@ class Config:
     """auto: go on from the newest state in the output folder; never: refuse one that holds any; or
     the folder of a state."""
     prompts: str = "shapes"
-    """What is asked for: shapes, shapes-hard, compound, a GenEval pool, or a file of prompts."""
-    single: bool = False
-    """Single images: each member of a group draws the prompt once, nothing is said."""
+    """What is asked for: shapes, shapes-hard, compound (mixed: shapes-hard:3,shapes:1), geneval,
+    geneval-unseen, or a .jsonl, .parquet or .txt file."""
+    prompts_rows: int | None = None
+    """Of the built-in world so many different prompts, of a file the first so many; otherwise no
+    end, and all."""
     judge: Judge = field(default_factory=Judge)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     rollout_batch: int = 64
     """Trajectories that a process runs side by side."""
+    difficulty: Difficulty = field(default_factory=Difficulty)
     reward: RewardSettings = field(default_factory=RewardSettings)
     advantage: AdvantageSettings = field(default_factory=AdvantageSettings)
     text: TextSettings = field(default_factory=TextSettings)
+    objective: Literal["grpo", "awm", "nft"] = "grpo"
+    """How images are learned: steps of their noise window (grpo, settings in flow), or by matching
+    what was drawn without noise (awm, nft)."""
+    images: Literal["edits", "first", "all"] = "edits"
+    """Which drawings are learned from; with rollout.single the first (and only) ones."""
+    guided: bool = True
+    """Guidance in the velocity that is trained, as in the rollout; else the conditional branch."""
     flow: FlowSettings = field(default_factory=FlowSettings)
+    awm: AwmSettings = field(default_factory=AwmSettings)
+    nft: NftSettings = field(default_factory=NftSettings)
+    times: TimeSettings = field(default_factory=TimeSettings)
+    """Of awm and nft: at which times an image is noised again."""
     old: Literal["rollout", "learner"] = "rollout"
     """Where the old log-probs come from: as they were sampled, or from the trainer's own forward
     before the first update."""
@@ -145,24 +170,38 @@ class Config:
         self._check_objectives()
 
     def _check_objectives(self) -> None:
-        rollout, flow = self.rollout, self.flow
+        rollout = self.rollout
         if not self.trains_text and not self.trains_flow:
-            raise ValueError("text.weight and flow.weight are both 0: nothing would be learned")
-        if self.passes > 1 and self.old != "learner":
+            raise ValueError("neither words nor images have a weight: nothing would be learned")
+        if self.passes > 1 and self.objective == "grpo" and self.old != "learner":
             raise ValueError(f"passes is {self.passes}, which needs old: learner")
         if self.updates > rollout.groups:
             raise ValueError(
                 f"updates is {self.updates}, but a rollout has {rollout.groups} groups to deal out"
             )
-        if rollout.group_size < 2:
-            raise ValueError(
-                f"rollout.group_size is {rollout.group_size}: siblings are compared with one "
-                "another; give 2 or more"
-            )
         if self.reference == "base" and self.parameters not in LORA:
             raise ValueError(f"reference base needs parameters of {', '.join(LORA)}")
-        if flow.objective != "grpo" and self.old == "learner" and self.trains_text:
-            raise ValueError("old: learner is for flow.objective grpo")
+        if rollout.single and self.images == "edits":
+            raise ValueError("single images are first images: set images to first")
+        if self.difficulty.share is not None and not rollout.forks:
+            raise ValueError("difficulty.share needs siblings that share a first image")
+        drawings = {"edits": ["edit"], "first": ["first"], "all": ["first", "edit"]}[self.images]
+        for name in drawings if self.trains_flow else ():
+            noisy = getattr(rollout, name).noise_level > 0
+            if self.objective == "grpo" and not noisy:
+                raise ValueError(
+                    f"rollout.{name}.noise_level is 0: without noise no step is a choice; give it "
+                    "noise, or set flow.weight to 0"
+                )
+            if self.objective != "grpo" and noisy:
+                raise ValueError(
+                    f"{self.objective} draws without noise: rollout.{name}.noise_level"
+                )
+        if self.trains_flow and self.images != "edits" and rollout.forks:
+            raise ValueError(
+                "siblings that share their first image do not learn from it: set images to edits, "
+                "or rollout.share_first to false"
+            )
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:
@@ -171,12 +210,42 @@ class Config:
         return tuple(part for part in self.frozen if part in known)
 
     @property
+    def single(self) -> bool:
+        return self.rollout.single
+
+    @property
+    def of_flow(self) -> FlowSettings | AwmSettings | NftSettings:
+        """The settings of the objective that images are learned by."""
+        return {"grpo": self.flow, "awm": self.awm, "nft": self.nft}[self.objective]
+
+    @property
     def trains_text(self) -> bool:
         return self.text.weight > 0 and not self.single
 
     @property
     def trains_flow(self) -> bool:
-        return self.flow.weight > 0
+        return self.of_flow.weight > 0
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Which further weights are kept (rl/copies.py)."""
+        kl = self.trains_text and self.text.kl > 0
+        of_images = self.flow.kl if self.objective == "grpo" else self.of_flow.ref
+        kl |= self.trains_flow and of_images > 0
+        wanted = {
+            "reference": kl,
+            "slow": self.trains_flow and self.objective == "awm" and self.awm.slow > 0,
+            "old": self.trains_flow and self.objective == "nft",
+        }
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+    @property
+    def compares_with_old(self) -> bool:
+        """Whether the policy before the update is run over every batch."""
+        if self.objective == "grpo":
+            return self.old == "learner" or (self.trains_flow and self.flow.guard)
+        matched = self.objective == "nft" or self.awm.true_ratio
+        return self.old == "learner" or (self.trains_flow and matched)
 
     @property
     def lora_run(self) -> bool:

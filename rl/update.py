@@ -84,7 +84,7 @@ class Updater:
                         return None
                     last = part is chunk[-1]
                     sums += self._backward(part, totals, last, done)
-                step_report = self.learner.step(self._rate(updates + done.updates))
+                step_report = self.learner.step(self.rate(updates + done.updates))
                 norms.append(step_report.grad_norm)
                 skipped += int(~step_report.applied)
                 done.updates += 1
@@ -180,17 +180,16 @@ class Updater:
 
     def _backward(self, part: Part, totals, last: bool, done: Done) -> list[dict[str, Tensor]]:
         words, moves, steps, out = self._forward(part.batch)
-        loss, sums = batch_loss(
-            words, moves, steps, part.advantages.to(loss_device(out)), totals, part.before,
-            self.config,
-        )
+        advantages = part.advantages.to(out.logprob_S.device)
+        loss, sums = batch_loss(words, moves, steps, advantages, totals, part.before, self.config)
         # every process's graph reaches every module, whatever its batch holds
         touched = 0.0 * (out.logprob_S.sum() + out.velocity_BGC.sum())
         self.learner.backward((loss + touched) * self.processes.world, last=last)
         done.learned += part.batch.work
         return sums
 
-    def _rate(self, updates: int) -> float:
+    def rate(self, updates: int) -> float:
+        """The factor of the learning rates in the update after so many."""
         return min(1.0, (updates + 1) / max(1, self.config.warmup))
 
     def _follow(self, step: int) -> None:
@@ -203,14 +202,10 @@ class Updater:
     def _metrics(self, sums, norms, skipped: int) -> dict[str, float]:
         mine = merged(sums)
         found: dict[str, dict[str, float]] = {}
-        for name, value in merged(self.processes.gather(mine)).items():
+        for name, value in merged(filter(None, self.processes.gather(mine))).items():
             head, _, what = name.partition("/")
             found.setdefault(head, {})[what] = value
         metrics = {f"{h}/{n}": v for h, part in found.items() for n, v in report(part).items()}
         if norms:
             metrics["grad_norm"] = float(torch.stack(norms).mean())
         return {**metrics, "skipped_updates": float(skipped), "updates": float(len(norms))}
-
-
-def loss_device(out) -> torch.device:
-    return out.logprob_S.device

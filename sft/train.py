@@ -53,13 +53,11 @@ from umm_reflect.training.metrics import (
 from umm_reflect.training.processes import Processes, start
 from umm_reflect.training.signals import noticed_signals
 
-RESUME = "resume"
-
 
 def train(config: Config, processes: Processes) -> int:
     """Run to the end, or to a signal; the exit code. Errors: UserError, on all processes."""
     out = config.output_dir
-    state = starting_state(config)
+    state = resume.to_go_on_from(out, config.resume)
     prepared = prepare(config, processes)
     if processes.main:
         for line in prepared.lines(config.max_steps):
@@ -78,23 +76,6 @@ def train(config: Config, processes: Processes) -> int:
     if state is not None:
         run.resume(state)
     return run.go()
-
-
-def starting_state(config: Config) -> Path | None:
-    """The state to go on from. Errors: UserError where --resume says otherwise than the folder."""
-    found = resume.latest(config.output_dir / RESUME)
-    if config.resume == "auto":
-        return found
-    if config.resume == "never":
-        if found is not None:
-            raise UserError(
-                f"{config.output_dir} holds the state {found.name} of a run",
-                "Choose another --output-dir, or go on with --resume auto",
-            )
-        return None
-    if not (Path(config.resume) / resume.ABOUT).is_file():
-        raise UserError(f"{config.resume} is no state of a run", "Name RUN/resume/step-...")
-    return Path(config.resume)
 
 
 @dataclass
@@ -288,10 +269,11 @@ class Run:
         values = tally.report()
         if not all(map(float("inf").__gt__, map(abs, values.values()))):
             bad = [name for name, value in values.items() if not abs(value) < float("inf")]
+            newest = resume.latest(config.output_dir / resume.STATES)
             raise FloatingPointError(
                 f"the loss is no number in steps {self.step - sums.steps + 1} to {self.step} "
                 f"({', '.join(bad[:4])}): those updates were not made; the newest state is "
-                f"{resume.latest(config.output_dir / RESUME)}. Lower the rate, or check the data"
+                f"{newest}. Lower the rate, or check the data"
             )
         now, seconds = time.monotonic(), time.monotonic() - self.logged
         self.logged = now
@@ -380,7 +362,7 @@ class Run:
             "seconds": self.used(),
             "drawn": dict(self.drawn),
         }
-        resume.save_resume(out / RESUME, self.learner, self.step, extra, config.keep)
+        resume.save_resume(out / resume.STATES, self.learner, self.step, extra, config.keep)
         self.logged = time.monotonic()
 
 

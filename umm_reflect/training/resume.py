@@ -34,6 +34,7 @@ from umm_reflect.training.processes import Processes
 from umm_reflect.training.state import random_states, set_random_states
 
 ABOUT = "about.json"
+STATES = "resume"  # the folder of states in a run's folder
 NAME = re.compile(r"step-(\d{7,})")
 WRITING, REMOVING = ".writing-", ".removing-"
 RANDOM = "random"
@@ -139,6 +140,24 @@ def latest(folder: str | Path) -> Path | None:
     return found[-1] if found else None
 
 
+def to_go_on_from(out: str | Path, wanted: str) -> Path | None:
+    """The state that a run in folder `out` goes on from. wanted: auto (the newest, if any), never,
+    or a state's folder. Errors: UserError where `never` finds one, or the folder is no state."""
+    found = latest(Path(out) / STATES)
+    if wanted == "auto":
+        return found
+    if wanted == "never":
+        if found is not None:
+            raise UserError(
+                f"{out} holds the state {found.name} of a run",
+                "Choose another --output-dir, or go on with --resume auto",
+            )
+        return None
+    if not (Path(wanted) / ABOUT).is_file():
+        raise UserError(f"{wanted} is no state of a run", "Name RUN/resume/step-...")
+    return Path(wanted)
+
+
 def _remove(path: Path) -> None:
     """Out of sight first, so that nobody reads half of it."""
     gone = path.with_name(REMOVING + path.name)
@@ -154,6 +173,18 @@ def _remove_leftovers(folder: Path) -> None:
         for path in folder.iterdir():
             if path.name.startswith((WRITING, REMOVING)):
                 shutil.rmtree(path)
+
+
+def read_extra(path: Path) -> dict[str, Any]:
+    """What `save_resume` was given as `extra` for this state. Errors: CheckpointError when it is
+    damaged."""
+    try:
+        return dict(json.loads((path / ABOUT).read_text(encoding="utf-8"))["extra"])
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"the state {path} cannot be read ({error})",
+            "Remove that folder to take the one before",
+        ) from error
 
 
 def load_resume(folder: str | Path, learner: Learner) -> tuple[int, dict[str, Any]]:
