@@ -7,6 +7,14 @@
 A right first image teaches to leave it alone, a wrong one to mend it; a run that draws well would
 see hardly any of the second kind. The share is kept over the whole run, not in each update: the
 release keeps it at 15 %, with at most two other prompts for a group.
+
+With several processes each draws and judges the groups that it rolls out, and all take the same
+prompts from samplers that stand alike; only the booleans have to be exchanged:
+
+    needed = {group for group, _ in mine}
+    draw = lambda asked, attempt: draw_starts(..., {g: p for g, p in asked.items() if g in needed},
+                                              attempt=attempt)
+    judge = lambda asked, starts: merged over processes(bench.judge_firsts(asked, starts))
 """
 
 from __future__ import annotations

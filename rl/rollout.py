@@ -232,7 +232,10 @@ def roll_out(
         wanted = {group: prompts[group] for group in dict.fromkeys(group for group, _ in mine)}
         starts = draw_starts(bagel, profile, wanted, settings, force_turns=force_turns, **names)
     policy = RolloutPolicy(bagel, profile, settings)
-    policy.starts = starts if settings.forks else {}
+    if settings.forks:
+        lacking = {g for g, _ in mine if prompts[g].source is None} - set(starts)
+        assert not lacking, f"groups {sorted(lacking)} have no start to share"
+        policy.starts = starts
     rollouts = []
     for part in _parts([Place(step, *which) for which in mine], batch_size, on_batch):
         policy.places = {place.name: place for place in part}

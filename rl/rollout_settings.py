@@ -89,6 +89,11 @@ class RolloutSettings:
             )
         for name in ("first", "edit"):
             drawing = getattr(self, name)
+            if drawing.window is not None:
+                raise ValueError(
+                    f"{name}.window is {drawing.window}, but windows are drawn for each group: "
+                    "give window.size and window.range instead"
+                )
             if drawing.noise_level and self.window.size and self.window.range[1] > drawing.steps:
                 raise ValueError(
                     f"window.range ends at step {self.window.range[1]}, but {name} has "

@@ -276,6 +276,23 @@ def test_a_window_of_no_size_makes_all_steps_but_the_last_stochastic(bagel, prof
     assert rollout.trajectory.first.logprobs.shape == (4,)
 
 
+def test_members_with_different_windows_are_drawn_in_one_batch(bagel, profile, monkeypatch):
+    from umm_reflect import generate
+
+    batches, draw = [], generate.draw
+
+    def counted(engine, requests, settings, **more):
+        batches.append([own.window for own in settings])
+        return draw(engine, requests, settings, **more)
+
+    monkeypatch.setattr(generate, "draw", counted)
+    settings = replace(SINGLE, window=NoiseWindow(1, (0, 5), "group"))
+    rolled(bagel, profile, settings, step=1)
+    first, second = (window_of(settings, Place(1, group, 0), 0, seed=1) for group in (0, 1))
+    assert first != second
+    assert batches == [[first] * 3 + [second] * 3]
+
+
 # --- shares, checks, refusals ---------------------------------------------------------------------
 
 
@@ -343,6 +360,7 @@ def test_weights_that_give_no_numbers_are_named(bagel, profile, monkeypatch):
         ({"groups": 0}, "groups is 0; give 1 or more"),
         ({"temperature": 0.0}, "temperature is 0.0; words to learn from need above 0"),
         ({"window": NoiseWindow(2, (0, 9))}, "ends at step 9, but edit has 5 steps"),
+        ({"edit": replace(NOISY, window=(0, 2))}, "edit.window is .*give window.size and window"),
         ({"options": replace(LEARNING, retries=1)}, "options.retries is 1"),
         ({"options": replace(LEARNING, keep_best=True)}, "options.keep_best True"),
     ],
