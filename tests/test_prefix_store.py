@@ -9,6 +9,7 @@ from tests.tiny import write_tiny_checkpoint
 from umm_reflect import Bagel
 from umm_reflect.context import Context
 from umm_reflect.generate import Engine
+from umm_reflect.prefill import _forks
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +51,13 @@ def test_a_shared_beginning_outlives_the_oldest_of_those_that_share_it(bagel):
     assert first() is None
     assert root() is not None
     assert list(engine._prefixes)[-1] == start.segments[:1]
+
+
+def test_contexts_fork_where_another_leaves_them_or_ends():
+    assert _forks(["abcd", "abxy", "abc", "q"]) == {
+        "abcd": [0, 2, 3],
+        "abxy": [0, 2],
+        "abc": [0, 2],
+        "q": [0],
+    }
+    assert _forks(["abc"]) == {"abc": []}

@@ -134,3 +134,12 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"the id 1005, but after vocab\.json it is 1000"):
         Tokens.from_folder(tmp_path)
+
+
+def test_line_ends_are_the_ids_whose_text_holds_a_newline(tokens):
+    assert tokens.line_ends == {tokens.encode("\n")[0]}
+    folder = Path(__file__).resolve().parents[1] / "pretrained" / "bagel-nano-shapes"
+    nano = Tokens.from_folder(folder)
+    alone = {i for i in range(nano.size) if "\n" in nano.decode([i])}
+    assert nano.line_ends == alone
+    assert len(alone) > 1

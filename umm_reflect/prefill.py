@@ -51,12 +51,13 @@ class Engine:
             # two contexts that share an unread prefix: the shorter piece first, in a forward of
             # its own
             jobs: dict[tuple[Segment, ...], tuple[tuple[Segment, ...], KVCache]] = {}
+            forks = _forks(waiting)
             for segments in waiting:
                 known, cache = self._longest_prefix(segments, done)
                 if known == len(segments):
                     done[segments] = cache
                     continue
-                end = self._fork_point(segments, known, waiting)
+                end = next((fork for fork in forks[segments] if fork > known), len(segments))
                 jobs[segments[:end]] = (segments[known:end], cache)
             for prefix, cache in zip(jobs, self._read(list(jobs.values())), strict=True):
                 done[prefix] = cache
@@ -70,20 +71,6 @@ class Engine:
             if cache is not None:
                 return end, cache
         raise AssertionError("the empty prefix is always known")
-
-    @staticmethod
-    def _fork_point(segments, known: int, waiting) -> int:
-        """Where the first other waiting context leaves this one, past what is known; else the
-        end.
-        """
-        end = len(segments)
-        for other in waiting:
-            shared = 0
-            while shared < min(len(segments), len(other)) and segments[shared] == other[shared]:
-                shared += 1
-            if known < shared < end:
-                end = shared
-        return end
 
     def _remember(self, read: dict[tuple[Segment, ...], KVCache]) -> None:
         """Keep each cache under every prefix of its context; forget the oldest beyond
@@ -198,3 +185,24 @@ class Engine:
             )
             self._patches.update(zip(new, embedded.split(lengths), strict=True))
         return [self._patches[image] for image in images]
+
+
+def _forks(contexts: Sequence[tuple[Segment, ...]]) -> dict[tuple[Segment, ...], list[int]]:
+    """Of each context the lengths, short of its own, at which another one leaves it or ends."""
+    # A node is a prefix: its number, by the number of the prefix before it and its last segment.
+    node_of: dict[tuple[int, Segment], int] = {}
+    paths: list[list[int]] = []
+    for segments in contexts:
+        path = [0]
+        for segment in segments:
+            path.append(node_of.setdefault((path[-1], segment), len(node_of) + 1))
+        paths.append(path)
+    ways = [0] * (len(node_of) + 1)  # how many segments follow a prefix; an end counts as one
+    for before, _ in node_of:
+        ways[before] += 1
+    for path in paths:
+        ways[path[-1]] += 1
+    return {
+        segments: [length for length in range(len(segments)) if ways[path[length]] > 1]
+        for segments, path in zip(contexts, paths, strict=True)
+    }
