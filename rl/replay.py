@@ -159,7 +159,11 @@ def _free_words(
 
 
 def read(out: ReplayOutput, batch: ReplayBatch) -> tuple[Words, Moves]:
-    """What the objectives ask of a forward over a batch on the same device."""
+    """What the objectives ask of a forward over a batch on the same device.
+
+    Of several processes each backward pass has to reach the same weights: a loss is made of words
+    and of states even where there are none (sums over nothing are connected, and give zeros).
+    """
     words = Words(
         *(out.logprob_S, out.entropy_S, batch.old_S, batch.label_S, batch.unit_S, batch.turn_S)
     )
@@ -171,7 +175,7 @@ def read(out: ReplayOutput, batch: ReplayBatch) -> tuple[Words, Moves]:
         places = (start_N[:, None] + cells).flatten()
         return values.index_select(0, places).unflatten(0, (len(start_N), n))
 
-    guided = [velocity.new_zeros(0, n, velocity.shape[-1])]
+    guided = [at(velocity, batch.start_N3[:0, 0])]
     for group in batch.groups:
         start_N3 = batch.start_N3[group.start : group.end]
         cond = at(velocity, start_N3[:, 0])
@@ -209,6 +213,6 @@ def logprobs_of(moves: Moves) -> tuple[Tensor, Tensor, Tensor]:
         kind = "cps" if own.step_kind == "cps" else "sde"
         found.append((transition_logprob(moves.x_next[some], mean, std, kind), mean, std))
     if not found:
-        return moves.t, moves.velocity, moves.t[:, None, None]
+        return moves.velocity.sum((-2, -1)), moves.velocity, moves.t[:, None, None]
     logprob, mean, std = (torch.cat(parts) for parts in zip(*found, strict=True))
     return logprob, mean, std

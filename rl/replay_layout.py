@@ -24,13 +24,14 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from agent.policy import BagelPolicy
 from agent.types import Trajectory, Transition, Turn
 from rl.types import Rollout, Scored
 from umm_reflect.context import ImageSegment, Segment, TextSegment
-from umm_reflect.flow import DrawSettings
+from umm_reflect.flow import DrawSettings, interpolate
 from umm_reflect.layout import Block, segment_blocks, text_block, vae_block
 from umm_reflect.model import Bagel
 
@@ -54,6 +55,11 @@ class State(NamedTuple):
     x_next: Tensor | None = None
     t_next: float = 0.0
     old_logprob: float = 0.0
+
+    @classmethod
+    def noised(cls, image: int, clean: Tensor, noise: Tensor, t: float) -> State:
+        """The state between a finished image and some noise, which leads back to that image."""
+        return cls(image, interpolate(clean, noise, torch.tensor(t)), t, clean)
 
 
 @dataclass(frozen=True)

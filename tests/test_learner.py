@@ -310,6 +310,8 @@ def test_an_empty_batch_adds_nothing(folder):
         ({"betas": (0.9, 1.0)}, r"betas are \(0.9, 1.0\)"),
         ({"clip_norm": 0.0}, "clip_norm is 0.0; give a number above 0, or none"),
         ({"ema_decay": 1.0}, "ema_decay is 1.0"),
+        ({"flow_lr": -1e-6}, "flow_lr is -1e-06; give 0 or more, or none"),
+        ({"name": "muon", "flow_lr": 1e-6}, "flow_lr goes with adamw"),
     ],
 )
 def test_impossible_settings_of_the_optimizer_are_named(settings, message):

@@ -20,6 +20,7 @@ replay) builds its tokens here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -191,6 +192,7 @@ def row_tokens(blocks: Sequence[Block]) -> RowTokens:
     )
 
 
+@functools.lru_cache(maxsize=256)
 def grid_ids(grid: tuple[int, int], side: int) -> np.ndarray:
-    """Position-table rows of a grid, row * side + column: [rows * cols]."""
+    """Position-table rows of a grid, row * side + column: [rows * cols], not to be written to."""
     return grid_positions(*grid, side).numpy()
