@@ -140,6 +140,18 @@ def test_the_nft_loss_by_hand():
     assert (found["plus"], found["minus"], found["rho"]) == pytest.approx((1.5, 2.5, 0.75))
 
 
+def test_nft_has_no_gradient_through_the_size_of_the_error():
+    one, settings = torch.ones(1, 1, 1), NftSettings(ref=0.0)
+    velocity = (4 * one).requires_grad_()
+    # x_t = 3, x0 = 0, t = 0.5, rho = 1: L+ = (3 - v/2)^2 / |3 - v/2| at v = 4
+    loss, _ = nft(
+        *(velocity, 2 * one, 3 * one, torch.tensor([0.5]), 0 * one, torch.tensor([5.0])),
+        *(torch.ones(1), settings),
+    )
+    loss.backward()
+    assert velocity.grad.item() == pytest.approx(5 * 2 * 1.0 * -0.5)  # 5 x 2 e (-t) / |e|
+
+
 @pytest.mark.parametrize(("advantage", "closer"), [(5.0, True), (-5.0, False)])
 def test_nft_pulls_towards_good_images_and_away_from_bad_ones(advantage, closer):
     x0, noise, t = randn(1, 4, 3), randn(1, 4, 3, seed=1), torch.tensor([0.6])

@@ -127,6 +127,7 @@ def test_three_bad_steps_go_back_to_the_best_checkpoint():
     assert over.evaluated(10, "step-10", 0.6)
     assert over.evaluated(20, "step-20", 0.7)
     assert not over.evaluated(30, "step-30", 0.65)
+    assert not over.evaluated(30, "equal", 0.7)
     assert over.best == Best("step-20", 20, 0.7)
     reports = feed(over, "format", [0.5, 0.5, 0.5], first=31)
     assert [report.back_to for report in reports] == [None, None, "step-20"]
