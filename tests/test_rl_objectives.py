@@ -284,6 +284,14 @@ def test_sums_of_batches_add_up_and_maxima_do_not():
     assert found["loss"] == pytest.approx(-2.0)
 
 
+def test_sums_that_were_merged_merge_again_without_loss():
+    counts = {"count": 2.0**24 + 1, "ratio": 0.1}
+    assert merged([counts, {}]) == counts
+    assert merged([]) == {}
+    again = merged([counts, {"count": torch.tensor(1.0), "ratio": torch.tensor(0.5)}])
+    assert again == {"count": 2.0**24 + 2, "ratio": 0.6}
+
+
 # --- FlowGRPO -------------------------------------------------------------------------------------
 
 
