@@ -94,13 +94,19 @@ def merged(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
     """The sums of several batches and processes as one."""
     out: dict[str, float] = {}
     for part in parts:
-        numbers = torch.stack([torch.as_tensor(value) for value in part.values()]).tolist()
-        for name, value in zip(part, numbers, strict=True):
+        for name, value in _on_host(part).items():
             if name.endswith("_max"):
                 out[name] = max(out.get(name, -math.inf), value)
             else:
                 out[name] = out.get(name, 0.0) + value
     return out
+
+
+def _on_host(part: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """The same as numbers; tensors are waited for once, not one by one."""
+    tensors = {name: value for name, value in part.items() if isinstance(value, Tensor)}
+    numbers = torch.stack(list(tensors.values())).tolist() if tensors else []
+    return {**part, **dict(zip(tensors, numbers, strict=True))}
 
 
 def report(sums: Mapping[str, float]) -> dict[str, float]:

@@ -19,12 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from PIL.Image import Image, Resampling
 
 
 @dataclass(frozen=True)
@@ -209,6 +207,7 @@ class Watch:
         self.returns += 1
         for signal in self._signals.values():
             signal.recent, signal.streak = [], 0
+        self._best_reward = None  # it may have been a hacked one, which no honest step reaches
         return Report(tuple(alarms), back_to=self.best.name)
 
     def evaluated(self, step: int, name: str, value: float) -> bool:
@@ -320,7 +319,7 @@ def picture_signals(images: Sequence[Image]) -> dict[str, float]:
         steps = [np.abs(np.diff(grey, axis=axis)) for axis in (0, 1)]
         edges = np.concatenate([step.ravel() for step in steps])
         rows.append((saturation, clipped, edges.mean() if edges.size else 0.0))
-        thumbnail = image.convert("RGB").resize(_THUMBNAIL, resample=4)  # box filter
+        thumbnail = image.convert("RGB").resize(_THUMBNAIL, Resampling.BOX)
         thumbnails.append(np.asarray(thumbnail, dtype=np.float32) / 255)
     names = ("saturation", "clipped", "edges")
     found = dict(zip(names, np.mean(rows, axis=0, dtype=np.float64).tolist(), strict=True))
