@@ -330,14 +330,31 @@ class ForcedTurns:
             asks, max_tokens=max_tokens, options=options, on_token=on_token, force=force
         )
 
-    def _ids(self, ask: Ask) -> list[int]:
-        """A legal turn, its thinking padded with one word to the length."""
+    @classmethod
+    def shortest(cls, policy: BagelPolicy) -> int:
+        """Tokens of the shortest turns that can be forced, in any of the first ten rounds."""
+        from umm_reflect.context import Context
+
+        empty = Context(())
+        asks = [Ask(empty, k, s, 0, 0) for k in range(10) for s in (f"Image #{k}", "given", "None")]
+        bare = cls(policy, 0)
+        word = len(policy.bagel.tokens.encode(" a"))
+        return word + max(len(head) + len(tail) + 1 for head, tail in map(bare._frame, asks))
+
+    def _frame(self, ask: Ask) -> tuple[list[int], list[int]]:
+        """A legal turn before and after the padding of its thinking, without the end."""
         tokens = self.policy.bagel.tokens
         head = tokens.encode(f"{ask.round % 10}/10")
         head += tokens.encode("\n[ACTION] edit\n[THINKING] It")
         tail = tokens.encode(
             f".\n[SOURCE_IMAGE] {ask.source}\n</think>\n[EDIT] Add circle number {ask.round}."
         )
+        return head, tail
+
+    def _ids(self, ask: Ask) -> list[int]:
+        """A legal turn, its thinking padded with one word to the length."""
+        tokens = self.policy.bagel.tokens
+        head, tail = self._frame(ask)
         word = tokens.encode(" a")
         room = self.length - len(head) - len(tail) - 1
         if room < len(word):

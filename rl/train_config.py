@@ -179,6 +179,16 @@ class Config:
             raise ValueError(
                 f"updates is {self.updates}, but a rollout has {rollout.groups} groups to deal out"
             )
+        if self.lora.dropout:
+            raise ValueError(
+                f"lora.dropout is {self.lora.dropout}: replay would not be the rollout; leave it 0"
+            )
+        guided = self.rollout.edit.text_scale > 1 or self.rollout.first.text_scale > 1
+        if self.objective == "grpo" and not self.guided and guided and self.old == "rollout":
+            raise ValueError(
+                "guided is false, but rollouts are guided (text_scale above 1): their log-probs "
+                "are not the conditional branch's; roll out with text_scale 1, or set old: learner"
+            )
         if self.reference == "base" and self.parameters not in LORA:
             raise ValueError(f"reference base needs parameters of {', '.join(LORA)}")
         if rollout.single and self.images == "edits":
