@@ -19,6 +19,7 @@ from umm_reflect import Bagel
 from umm_reflect.flow import DrawSettings
 from umm_reflect.hub import profile as profile_of
 from umm_reflect.training.learner import OptimizerSettings
+from umm_reflect.training.processes import Processes
 
 PROMPTS = ["two red circles and a blue square", "a star"]
 SDE = DrawSettings(
@@ -302,6 +303,21 @@ def test_what_cannot_be_replayed_is_refused(bagel, profile, changes, problem):
         lay_out(made, BagelPolicy(bagel, profile), flow="some")
 
 
+def test_drawings_of_several_sizes_in_one_trajectory_are_refused(bagel, profile):
+    policy = BagelPolicy(bagel, profile)
+    made = direct_edit(policy)
+    other = BagelPolicy(bagel, replace(profile, size=(32, 48)))
+    start = views.start(other, "a star", None)
+    [first] = other.draw([DrawAsk(views.first_image_view(start, "local"), 0, 0, "small")])
+    edit = made.trajectory.first
+    [step] = rollouts(policy, PROMPTS[:1], max_tokens=4)[0].trajectory.steps
+    steps = (replace(step, transition=edit),)
+    mixed = Trajectory("a star", None, None, first, steps, StopReason.MAX_ROUNDS, 1)
+    with pytest.raises(ValueError, match="the drawings of a trajectory differ in size"):
+        lay_out(rollout_of(mixed), policy, flow="all")
+    assert len(lay_out(rollout_of(mixed), policy, flow="edits").states) == 2
+
+
 def test_a_turn_at_temperature_0_and_one_without_its_context_are_refused(bagel, profile):
     policy = BagelPolicy(bagel, profile)
     [made] = rollouts(policy, PROMPTS[:1], max_tokens=4)
@@ -357,13 +373,13 @@ def test_words_and_states_give_gradients_to_both_experts_through_their_contexts(
     assert drawn["llm2vae.weight"] > 0
 
 
-def several(processes, folder):
+def several(processes, folder, strategy):
     bagel = tiny_bagel(folder)
     policy = BagelPolicy(bagel, tiny_profile(bagel))
     made = [direct_edit(policy, seed) for seed in range(3)]
     made += rollouts(policy, max_tokens=6)
     settings = OptimizerSettings(lr=1e-3, eps=1e-5, flow_lr=2e-3)
-    learner = learner_of(bagel, processes, forward=replay_step, settings=settings)
+    learner = learner_of(bagel, processes, strategy, settings, forward=replay_step)
     mine = list(range(processes.rank, 5, processes.world))
     units = [lay_out(made[i], policy) for i in mine]
     own = batches(units, bagel, max_tokens=1, latents_of=policy.engine.latent_tokens)
@@ -382,15 +398,16 @@ def several(processes, folder):
     return processes.sum(total), report.grad_norm, weights, wrapped
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2"])
-def test_two_processes_learn_what_one_learns(folder, strategy):
-    from umm_reflect.training.processes import start
-
-    loss, norm, weights, wrapped = several(start(), folder)
+@pytest.mark.parametrize(
+    ("strategy", "wrapper"), [("fsdp2", "FSDPStepped"), ("ddp", "DistributedDataParallel")]
+)
+def test_two_processes_learn_what_one_learns(folder, strategy, wrapper):
+    loss, norm, weights, wrapped = several(Processes(), folder, "none")
     assert wrapped == "Stepped"
-    for other, other_norm, other_weights, other_wrapped in run_processes(several, 2, folder):
-        assert other_wrapped == "FSDPStepped"
-        near(other, loss)
+    for theirs in run_processes(several, 2, folder, strategy):
+        other_loss, other_norm, other_weights, other_wrapped = theirs
+        assert other_wrapped == wrapper
+        near(other_loss, loss)
         near(other_norm, norm)
         for name, tensor in weights.items():
             torch.testing.assert_close(other_weights[name], tensor, atol=2e-5, rtol=1e-4)
