@@ -20,6 +20,7 @@ from umm_reflect.flow import DrawSettings
 from umm_reflect.hub import profile as profile_of
 from umm_reflect.training.learner import OptimizerSettings
 from umm_reflect.training.processes import Processes
+from umm_reflect.training.trainable import LoraSettings, apply
 
 PROMPTS = ["two red circles and a blue square", "a star"]
 SDE = DrawSettings(
@@ -336,7 +337,7 @@ def test_a_turn_at_temperature_0_and_one_without_its_context_are_refused(bagel, 
 # --- learning -------------------------------------------------------------------------------------
 
 
-def step_loss(learner, units, batch):
+def step_loss(learner, batch):
     """REINFORCE on everything with a different weight a unit, summed over what is in the batch."""
     out = learner.forward(batch, batch.times_I, batch.latent_BGC)
     words, moves = read(out, batch)
@@ -349,7 +350,7 @@ def gradients(bagel, policy, made, **options):
     learner = learner_of(bagel, forward=replay_step, recompute=True)
     units = [lay_out(rollout, policy, **options) for rollout in made]
     for batch in batches(units, bagel, max_tokens=100_000):
-        learner.backward(step_loss(learner, units, batch), last=True)
+        learner.backward(step_loss(learner, batch), last=True)
     found = {
         n: p.grad.abs().sum().item() for n, p in bagel.named_parameters() if p.grad is not None
     }
@@ -373,6 +374,24 @@ def test_words_and_states_give_gradients_to_both_experts_through_their_contexts(
     assert drawn["llm2vae.weight"] > 0
 
 
+def test_a_fresh_adapter_changes_nothing_and_learns_alone_in_both_experts(folder, profile):
+    bagel = Bagel.from_pretrained(folder, device="cpu", dtype="float32")
+    policy = BagelPolicy(bagel, profile)
+    made = [direct_edit(policy), *rollouts(policy, PROMPTS[:1], max_tokens=6)]
+    apply(bagel, "lora-both", LoraSettings(rank=2))
+    words = chosen(made)
+    assert_replayed(bagel, policy, made, words=words, moves=2)
+    learner = learner_of(bagel, forward=replay_step)
+    [batch] = batches([lay_out(m, policy) for m in made], bagel, max_tokens=100_000)
+    learner.backward(step_loss(learner, batch), last=True)
+    learns = {n for n, p in bagel.named_parameters() if p.grad is not None and p.grad.any()}
+    assert all("lora" in name for name in learns)
+    assert {"_moe_gen" in name for name in learns} == {True, False}
+    learner.step(1.0)
+    [(said, _)] = replayed(bagel, [lay_out(m, policy) for m in made])
+    assert (said.logprob_S - said.old_S).abs().max() > 1e-4
+
+
 def several(processes, folder, strategy):
     bagel = tiny_bagel(folder)
     policy = BagelPolicy(bagel, tiny_profile(bagel))
@@ -388,7 +407,7 @@ def several(processes, folder, strategy):
         batch = own[k] if k < len(own) else nothing(bagel)
         batch.unit_S = batch.unit_S * processes.world + processes.rank
         batch.unit_N = batch.unit_N * processes.world + processes.rank
-        loss = step_loss(learner, units, batch)
+        loss = step_loss(learner, batch)
         total += loss.detach()
         learner.backward(loss * processes.world, last=k == 4)
     report = learner.step(1.0)
