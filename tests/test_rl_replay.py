@@ -177,6 +177,18 @@ def test_an_editing_task_is_replayed_from_the_users_image(bagel, profile):
     assert lay_out(made[0], policy).states[0].image == 1
 
 
+def test_two_branches_that_are_equal_are_one_block_of_replay(bagel, profile):
+    policy = BagelPolicy(bagel, profile)
+    seen = views.start(policy, "make the sky darker", picture(0))
+    view = views.direct_edit_view(seen)
+    view = replace(view, image_uncond=view.text_uncond)
+    [drawn] = policy.draw([DrawAsk(view, 1, 0, "direct", picture(0))])
+    made = rollout_of(Trajectory("", picture(0), None, drawn, (), StopReason.MAX_ROUNDS, 1))
+    assert_replayed(bagel, policy, [made], words=0, moves=2)
+    [chain] = lay_out(made, policy).chains
+    assert [b.mode for b in chain.blocks if b.kind == "vae"] == ["full"] + ["noise"] * 4
+
+
 def test_without_guidance_the_conditional_velocity_alone_is_replayed(bagel, profile):
     policy = BagelPolicy(bagel, profile)
     made = direct_edit(policy)
