@@ -183,7 +183,9 @@ def _batch(
     )
 
 
-def _row(units: Sequence[Unit], row: Sequence[int], config: BagelConfig):
+def _row(
+    units: Sequence[Unit], row: Sequence[int], config: BagelConfig
+) -> tuple[np.ndarray, PackedRow]:
     """(for each scored token the word of the row that it predicts, the packed row)."""
     chains, word, offset = [], [], 0
     for i in row:
@@ -247,11 +249,9 @@ def _move_fields(
     found = []
     for i in used:
         unit, seen = units[i], {}
+        for (number, which), other in unit.shared.items():
+            starts[i, number][which] = starts[i, number][other]
         for number, state in enumerate(unit.states):
-            for which, other in (
-                (w, unit.shared[number, w]) for w in (1, 2) if (number, w) in unit.shared
-            ):
-                starts[i, number][which] = starts[i, number][other]
             step = seen.setdefault(state.image, 0)
             seen[state.image] += 1
             found.append((i, number, step, unit.settings[number], *unit.branches[number][1:]))

@@ -19,6 +19,7 @@ Example (local view, one edit, a window of two steps, then "done"):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
@@ -203,6 +204,12 @@ def _words(turns: Sequence[Turn], plan: _Plan) -> WordsOf:
     )
 
 
+@functools.lru_cache
+def _is_guided(settings: DrawSettings, t: float) -> bool:
+    """`settings.guided(t)`: few times, asked for thousands of states."""
+    return settings.guided(t)
+
+
 class _Said(NamedTuple):
     """A turn in a plan: its framed ids as far as they are known (start, forced, sampled without the
     last), and which of them predict a word: place → word, both arrays."""
@@ -240,7 +247,7 @@ class _Plan:
             raise ValueError(f"image {state.image} has no view: replay takes fresh rollouts")
         here = view.conditional.segments
         contexts: list[Segments | None] = [here, None, None]
-        if guided and settings.guided(state.t):
+        if guided and _is_guided(settings, state.t):
             if settings.norm_over == "call":
                 raise ValueError(
                     "norm_over is 'call': a norm over whatever was drawn together cannot be "

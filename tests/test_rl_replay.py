@@ -19,6 +19,8 @@ from umm_reflect import Bagel
 from umm_reflect.flow import DrawSettings
 from umm_reflect.hub import profile as profile_of
 from umm_reflect.training.learner import OptimizerSettings
+from umm_reflect.training.processes import Processes
+from umm_reflect.training.trainable import LoraSettings, apply
 
 PROMPTS = ["two red circles and a blue square", "a star"]
 SDE = DrawSettings(
@@ -175,6 +177,18 @@ def test_an_editing_task_is_replayed_from_the_users_image(bagel, profile):
     assert lay_out(made[0], policy).states[0].image == 1
 
 
+def test_two_branches_that_are_equal_are_one_block_of_replay(bagel, profile):
+    policy = BagelPolicy(bagel, profile)
+    seen = views.start(policy, "make the sky darker", picture(0))
+    view = views.direct_edit_view(seen)
+    view = replace(view, image_uncond=view.text_uncond)
+    [drawn] = policy.draw([DrawAsk(view, 1, 0, "direct", picture(0))])
+    made = rollout_of(Trajectory("", picture(0), None, drawn, (), StopReason.MAX_ROUNDS, 1))
+    assert_replayed(bagel, policy, [made], words=0, moves=2)
+    [chain] = lay_out(made, policy).chains
+    assert [b.mode for b in chain.blocks if b.kind == "vae"] == ["full"] + ["noise"] * 4
+
+
 def test_without_guidance_the_conditional_velocity_alone_is_replayed(bagel, profile):
     policy = BagelPolicy(bagel, profile)
     made = direct_edit(policy)
@@ -302,6 +316,21 @@ def test_what_cannot_be_replayed_is_refused(bagel, profile, changes, problem):
         lay_out(made, BagelPolicy(bagel, profile), flow="some")
 
 
+def test_drawings_of_several_sizes_in_one_trajectory_are_refused(bagel, profile):
+    policy = BagelPolicy(bagel, profile)
+    made = direct_edit(policy)
+    other = BagelPolicy(bagel, replace(profile, size=(32, 48)))
+    start = views.start(other, "a star", None)
+    [first] = other.draw([DrawAsk(views.first_image_view(start, "local"), 0, 0, "small")])
+    edit = made.trajectory.first
+    [step] = rollouts(policy, PROMPTS[:1], max_tokens=4)[0].trajectory.steps
+    steps = (replace(step, transition=edit),)
+    mixed = Trajectory("a star", None, None, first, steps, StopReason.MAX_ROUNDS, 1)
+    with pytest.raises(ValueError, match="the drawings of a trajectory differ in size"):
+        lay_out(rollout_of(mixed), policy, flow="all")
+    assert len(lay_out(rollout_of(mixed), policy, flow="edits").states) == 2
+
+
 def test_a_turn_at_temperature_0_and_one_without_its_context_are_refused(bagel, profile):
     policy = BagelPolicy(bagel, profile)
     [made] = rollouts(policy, PROMPTS[:1], max_tokens=4)
@@ -320,7 +349,7 @@ def test_a_turn_at_temperature_0_and_one_without_its_context_are_refused(bagel, 
 # --- learning -------------------------------------------------------------------------------------
 
 
-def step_loss(learner, units, batch):
+def step_loss(learner, batch):
     """REINFORCE on everything with a different weight a unit, summed over what is in the batch."""
     out = learner.forward(batch, batch.times_I, batch.latent_BGC)
     words, moves = read(out, batch)
@@ -333,7 +362,7 @@ def gradients(bagel, policy, made, **options):
     learner = learner_of(bagel, forward=replay_step, recompute=True)
     units = [lay_out(rollout, policy, **options) for rollout in made]
     for batch in batches(units, bagel, max_tokens=100_000):
-        learner.backward(step_loss(learner, units, batch), last=True)
+        learner.backward(step_loss(learner, batch), last=True)
     found = {
         n: p.grad.abs().sum().item() for n, p in bagel.named_parameters() if p.grad is not None
     }
@@ -357,13 +386,31 @@ def test_words_and_states_give_gradients_to_both_experts_through_their_contexts(
     assert drawn["llm2vae.weight"] > 0
 
 
-def several(processes, folder):
+def test_a_fresh_adapter_changes_nothing_and_learns_alone_in_both_experts(folder, profile):
+    bagel = Bagel.from_pretrained(folder, device="cpu", dtype="float32")
+    policy = BagelPolicy(bagel, profile)
+    made = [direct_edit(policy), *rollouts(policy, PROMPTS[:1], max_tokens=6)]
+    apply(bagel, "lora-both", LoraSettings(rank=2))
+    words = chosen(made)
+    assert_replayed(bagel, policy, made, words=words, moves=2)
+    learner = learner_of(bagel, forward=replay_step)
+    [batch] = batches([lay_out(m, policy) for m in made], bagel, max_tokens=100_000)
+    learner.backward(step_loss(learner, batch), last=True)
+    learns = {n for n, p in bagel.named_parameters() if p.grad is not None and p.grad.any()}
+    assert all("lora" in name for name in learns)
+    assert {"_moe_gen" in name for name in learns} == {True, False}
+    learner.step(1.0)
+    [(said, _)] = replayed(bagel, [lay_out(m, policy) for m in made])
+    assert (said.logprob_S - said.old_S).abs().max() > 1e-4
+
+
+def several(processes, folder, strategy):
     bagel = tiny_bagel(folder)
     policy = BagelPolicy(bagel, tiny_profile(bagel))
     made = [direct_edit(policy, seed) for seed in range(3)]
     made += rollouts(policy, max_tokens=6)
     settings = OptimizerSettings(lr=1e-3, eps=1e-5, flow_lr=2e-3)
-    learner = learner_of(bagel, processes, forward=replay_step, settings=settings)
+    learner = learner_of(bagel, processes, strategy, settings, forward=replay_step)
     mine = list(range(processes.rank, 5, processes.world))
     units = [lay_out(made[i], policy) for i in mine]
     own = batches(units, bagel, max_tokens=1, latents_of=policy.engine.latent_tokens)
@@ -372,7 +419,7 @@ def several(processes, folder):
         batch = own[k] if k < len(own) else nothing(bagel)
         batch.unit_S = batch.unit_S * processes.world + processes.rank
         batch.unit_N = batch.unit_N * processes.world + processes.rank
-        loss = step_loss(learner, units, batch)
+        loss = step_loss(learner, batch)
         total += loss.detach()
         learner.backward(loss * processes.world, last=k == 4)
     report = learner.step(1.0)
@@ -382,15 +429,16 @@ def several(processes, folder):
     return processes.sum(total), report.grad_norm, weights, wrapped
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2"])
-def test_two_processes_learn_what_one_learns(folder, strategy):
-    from umm_reflect.training.processes import start
-
-    loss, norm, weights, wrapped = several(start(), folder)
+@pytest.mark.parametrize(
+    ("strategy", "wrapper"), [("fsdp2", "FSDPStepped"), ("ddp", "DistributedDataParallel")]
+)
+def test_two_processes_learn_what_one_learns(folder, strategy, wrapper):
+    loss, norm, weights, wrapped = several(Processes(), folder, "none")
     assert wrapped == "Stepped"
-    for other, other_norm, other_weights, other_wrapped in run_processes(several, 2, folder):
-        assert other_wrapped == "FSDPStepped"
-        near(other, loss)
+    for theirs in run_processes(several, 2, folder, strategy):
+        other_loss, other_norm, other_weights, other_wrapped = theirs
+        assert other_wrapped == wrapper
+        near(other_loss, loss)
         near(other_norm, norm)
         for name, tensor in weights.items():
             torch.testing.assert_close(other_weights[name], tensor, atol=2e-5, rtol=1e-4)
