@@ -65,7 +65,7 @@ together() {
   shift 3
   for part in 0 1 2; do
     "$PYTHON" -m eval.collect --model "$checkpoint" --output-dir "$WORK/$folder$part" --count "$count" \
-      --batch-size 1024 --seed "$part" --workers 3 "$@" &
+      --batch-size 1024 --seed "$((count + part))" --workers 3 "$@" &
     pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid"; done
@@ -112,7 +112,7 @@ if wanted sft; then
   finished sft
 fi
 if wanted gather-again; then
-  gathered "$WORK/second" "$WORK/sft-first/checkpoint" 8192 60000 2
+  gathered "$WORK/second" "$WORK/sft-first/checkpoint" 6144 60000 2
   finished gather-again
 fi
 if wanted sft-again; then
