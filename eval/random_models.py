@@ -155,7 +155,8 @@ def random_weights(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 def made(model_class: Any, config: Any, device: torch.device) -> torch.nn.Module:
     """A model with random weights, made on the device: a GPU fills 400 M numbers in no time."""
     with device:
-        return random_weights(model_class(config))
+        model = model_class(config)
+    return random_weights(model.to(device))  # a few parameters are made on the CPU all the same
 
 
 def random_detector(

@@ -5,6 +5,7 @@
 #   pretrain, reflect  describe, draw, edit; then trajectories
 #   collect, grow      its own first images with a judge's reading, and all of it again with those
 #   gather, sft        its own trajectories, distorted shapes and drawn ones; then the SFT trainer
+#   gather-again, sft-again    the same from there, with more of them
 #   eval               the test sets, three seeds, both edit views
 #
 #   bash scripts/nano.sh                               # everything
@@ -14,11 +15,11 @@
 # Ends with a complete checkpoint folder in WORK/sft/checkpoint and its evaluation in WORK/eval.
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 
-STAGES=tokenizer,vae,pretrain,reflect,collect,grow,gather,sft,eval
+STAGES=tokenizer,vae,pretrain,reflect,collect,grow,gather,sft,gather-again,sft-again,eval
 WORK="$ROOT/outputs/nano"
 OWN_PYTHON=
 GROW_SECONDS=380
-SFT_SECONDS=300
+SFT_SECONDS=340
 while [ $# -gt 0 ]; do
   case "$1" in
     --stages) STAGES="$2"; shift 2 ;;
@@ -64,7 +65,7 @@ together() {
   shift 3
   for part in 0 1 2; do
     "$PYTHON" -m eval.collect --model "$checkpoint" --output-dir "$WORK/$folder$part" --count "$count" \
-      --batch-size 1024 --seed "$part" --workers 3 "$@" &
+      --batch-size 1024 --seed "$((count + part))" --workers 3 "$@" &
     pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid"; done
@@ -81,22 +82,42 @@ if wanted grow; then
     --draw-rows 192 --kept-rows 32 --look-rows 12 --own-rows 8 --seed 2
   finished grow
 fi
-if wanted gather; then
-  "$PYTHON" -m sft.shapes_trajectories "$WORK/trajectories" --trajectories 30000 --drawings 40000 --workers 6 &
+# gathered FOLDER CHECKPOINT COUNT DISTORTED VARIANTS: what the checkpoint is to learn from next
+gathered() {
+  local to="$1" drawn distorted
+  mkdir -p "$to"
+  "$PYTHON" -m sft.shapes_trajectories "$to/trajectories" --trajectories 20000 --drawings 40000 \
+    --seed "$3" --workers 4 &
   drawn=$!
-  "$PYTHON" -m eval.distort --count 30000 --output-dir "$WORK/distorted" --workers 5 &
+  "$PYTHON" -m eval.distort --count "$4" --output-dir "$to/distorted" --seed "$3" --workers 8 &
   distorted=$!
-  together looked "$WORK/grow/checkpoint" 5120 --rounds 2
+  together "${to#"$WORK/"}/looked" "$2" "$3" --rounds 2
   wait "$drawn"
   wait "$distorted"
-  "$PYTHON" -m sft.shapes_trajectories "$WORK/trajectories" --trajectories 0 \
-    --collected "$WORK"/looked{0,1,2} "$WORK/distorted"
+  "$PYTHON" -m sft.shapes_trajectories "$to/trajectories" --trajectories 0 --variants "$5" \
+    --collected "$to"/looked{0,1,2} "$to/distorted"
+}
+# trained FOLDER DATA CHECKPOINT
+trained() {
+  "$PYTHON" -m sft.train --config scripts/sft/nano.yaml --data "$2" --model "$3" \
+    --output-dir "$1" --max-seconds "$SFT_SECONDS"
+}
+
+if wanted gather; then
+  gathered "$WORK/first" "$WORK/grow/checkpoint" 5120 30000 1
   finished gather
 fi
 if wanted sft; then
-  "$PYTHON" -m sft.train --config scripts/sft/nano.yaml --data "$WORK/trajectories" \
-    --model "$WORK/grow/checkpoint" --output-dir "$WORK/sft" --max-seconds "$SFT_SECONDS"
+  trained "$WORK/sft-first" "$WORK/first/trajectories" "$WORK/grow/checkpoint"
   finished sft
+fi
+if wanted gather-again; then
+  gathered "$WORK/second" "$WORK/sft-first/checkpoint" 6144 60000 2
+  finished gather-again
+fi
+if wanted sft-again; then
+  trained "$WORK/sft" "$WORK/second/trajectories" "$WORK/sft-first/checkpoint"
+  finished sft-again
 fi
 if wanted eval; then
   "$PYTHON" -m eval.run shapes553 compound hard --model "$WORK/sft/checkpoint" --seeds 0,1,2 \

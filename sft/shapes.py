@@ -141,7 +141,7 @@ def scene_of(objects: Iterable[Mapping], side: float) -> Scene | None:
 
     objects: {"kind", "color", "box"} of each (`Detection.to_record`), boxes in pixels of an image
     `side` wide; a kind that the world does not have is malformed. Turns are not known, sizes about.
-    None where an object has no one colour, since no words name it.
+    None where an object has no one colour, since no words name it, or is a single pixel.
     """
     shapes = []
     for found in objects:
@@ -152,6 +152,8 @@ def scene_of(objects: Iterable[Mapping], side: float) -> Scene | None:
         unit = Shape(found["kind"] if whole else "circle", found["color"], 0.0, 0.0, 1.0)
         x0, y0, x1, y1 = unit.box()
         size = max((right - left) / (x1 - x0), (bottom - top) / (y1 - y0))
+        if size <= 0:  # a single pixel
+            return None
         x, y, broken = (left + right) / 2, (top + bottom) / 2, 0.0 if whole else 0.5
         shapes.append(replace(unit, x=x, y=y, size=size, broken=broken))
     return Scene(tuple(shapes))

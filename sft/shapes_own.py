@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +39,7 @@ RIM = 4  # pixels around a box that is painted over: edges are soft
 KEPT_RIM = 1
 WELL_DRAWN = 0.4  # the least score of an object in an own image that is drawn again
 PLAIN = 4.0  # grey levels that a plain background strays from its median
+MOVE = 5  # pixels at most that `moved` moves the images by, along each axis
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,31 @@ def _look(
     images, drawn = images[: len(turns)], drawn[: len(turns)]
     learned = [k >= len(said) for k in range(len(turns))]
     return OwnLook(prompt, *map(tuple, (images, turns, edits, learned, drawn))), action
+
+
+def moved(look: OwnLook, rng: random.Random) -> OwnLook:
+    """The same look with all images moved by the same few pixels: what is said of them stays true.
+
+    The look as it is where the move would lose more than background at an edge of an image.
+    """
+    down, right = rng.randint(-MOVE, MOVE), rng.randint(-MOVE, MOVE)
+    for image in look.images:
+        lost = [_lost(image, down), _lost(image.swapaxes(0, 1), right)]
+        if any(np.ptp(part, axis=(0, 1)).max(initial=0) > 2 * PLAIN for part in lost if part.size):
+            return look
+    return replace(look, images=tuple(_shifted(image, down, right) for image in look.images))
+
+
+def _lost(image: np.ndarray, by: int) -> np.ndarray:
+    """The rows that leave the image when it moves down by so many pixels, and one more."""
+    return image[:0] if by == 0 else image[-by - 1 :] if by > 0 else image[: 1 - by]
+
+
+def _shifted(image: np.ndarray, down: int, right: int) -> np.ndarray:
+    """[H, W, 3]; what comes in is the edge's own color."""
+    padded = np.pad(image, ((MOVE, MOVE), (MOVE, MOVE), (0, 0)), mode="edge")
+    height, width = image.shape[:2]
+    return padded[MOVE - down :, MOVE - right :][:height, :width]
 
 
 # --- prompts for an image that is there -----------------------------------------------------------

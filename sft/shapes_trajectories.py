@@ -51,6 +51,9 @@ class Config:
     """How many prompts with a picture."""
     collected: tuple[Path, ...] = ()
     """Folders of eval.collect."""
+    variants: int = 1
+    """How often each collected image is used: after the first time in other words, and moved by a
+    few pixels where its background is plain."""
     seed: int = 0
     """Other numbers give other trajectories."""
     side: int = SIDE
@@ -61,6 +64,8 @@ class Config:
     def __post_init__(self) -> None:
         if min(self.trajectories, self.drawings, self.workers) < 0:
             raise ValueError("trajectories, drawings and workers must be 0 or more")
+        if self.variants < 1:
+            raise ValueError(f"variants is {self.variants}; give 1 or more")
         if self.side < 8:
             raise ValueError(f"side is {self.side}; a scene needs at least 8 pixels")
 
@@ -76,6 +81,7 @@ class File:
     seed: int
     source: Path | None = None
     side: int = SIDE
+    variants: int = 1
 
 
 def files(config: Config) -> list[File]:
@@ -100,6 +106,7 @@ def files(config: Config) -> list[File]:
             config.seed,
             source,
             config.side,
+            config.variants,
         )
         for kind, total, source, name in wanted
         for start in range(0, total, PER_FILE[kind])
@@ -136,12 +143,17 @@ def own(file: File, rng: random.Random) -> Iterator[Record]:
     """What a part of the collected images teaches."""
     from PIL import Image
 
-    from sft.shapes_own import collected, is_well_drawn, own_looks
+    from sft.shapes_own import collected, is_well_drawn, moved, own_looks
 
     name = file.path.stem.removeprefix("trajectories-")
     for record, pixels in collected(file.source, file.start, file.count):
         uid = f"{name}-{record['images'][0]:06d}"
-        for k, look in enumerate(own_looks(record, pixels, rng)):
+        looks = (
+            look if variant == 0 else moved(look, rng)
+            for variant in range(file.variants)
+            for look in own_looks(record, pixels, rng)
+        )
+        for k, look in enumerate(looks):
             yield own_record(look, f"{uid}-{k}")
         if is_well_drawn(record):
             first = picture(Image.fromarray(pixels[0]))

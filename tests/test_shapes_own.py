@@ -5,7 +5,7 @@ import random
 import numpy as np
 
 from eval.shapes import ShapesVerifier
-from sft.shapes_own import mend, own_looks, row_for
+from sft.shapes_own import OwnLook, mend, moved, own_looks, row_for
 from umm_reflect.shapes.prompts import clause, plain_row
 from umm_reflect.shapes.render import render
 from umm_reflect.shapes.scene import Scene, Shape
@@ -93,3 +93,23 @@ def test_a_prompt_made_from_a_scene_asks_for_what_it_shows_or_misses_it_by_one_t
                 continue
             assert not is_held_out(row)
             assert ShapesVerifier().score([picture], [row])[0].correct is not changed
+
+
+def test_a_moved_look_says_the_same_of_images_that_lose_nothing_but_background():
+    image = np.full((128, 128, 3), 200, np.uint8)
+    image[40:60, 50:80] = (255, 0, 0)
+    look = OwnLook("p", (image,), ("t",), (None,), (True,), (False,))
+    rng = random.Random(0)
+    places = set()
+    for _ in range(40):
+        [again] = moved(look, rng).images
+        rows, columns = np.nonzero((again == (255, 0, 0)).all(-1))
+        assert len(rows) == 20 * 30 and again.shape == image.shape
+        places.add((int(rows.min()), int(columns.min())))
+    assert len(places) > 20
+    assert all(abs(top - 40) <= 5 and abs(left - 50) <= 5 for top, left in places)
+    at_the_edge = image.copy()
+    at_the_edge[:, 0] = at_the_edge[:, -1] = at_the_edge[0] = at_the_edge[-1] = (0, 0, 255)
+    stays = OwnLook("p", (at_the_edge,), ("t",), (None,), (True,), (False,))
+    moves = [moved(stays, rng).images[0] for _ in range(20)]
+    assert all(np.array_equal(one, at_the_edge) for one in moves)

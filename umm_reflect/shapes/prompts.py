@@ -26,7 +26,8 @@ TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_
 HARD_FAMILIES = ("hard_counting", "hard_compound", "hard_relation")
 FAMILIES = TAGS + HARD_FAMILIES
 # Drawn for training only, with the tag compound: two or three clauses, some with a color, some with
-# a count. Test rows combine what the other families never do, so training has to combine too.
+# a count, or two colored objects in a relation. Test rows combine what the other families never do,
+# so training has to combine too.
 MIXED = "mixed"
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
@@ -155,6 +156,12 @@ def draw_row(rng: random.Random, family: str) -> Row:
         return plain_row("compound", [clause(k, n, rng.choice(COLORS)) for k, n in pairs])
     if family == MIXED:
         kinds = rng.sample(KINDS, rng.choice((2, 2, 3)))
+        if len(kinds) == 2 and rng.random() < 0.4:
+            parts = [
+                clause(kind, 1, color)
+                for kind, color in zip(kinds, rng.sample(COLORS, 2), strict=True)
+            ]
+            return position_row(*parts, rng.choice(RELATIONS))
         counts = [rng.choice((1, 1, 1, 2)) for _ in kinds]
         colors = [rng.choice(COLORS) if rng.random() < 0.4 else None for _ in kinds]
         parts = [clause(*part) for part in zip(kinds, counts, colors, strict=True)]
