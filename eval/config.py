@@ -38,7 +38,7 @@ class EvalConfig:
     """
 
     sets: Annotated[tuple[str, ...], tyro.conf.Positional] = ("shapes553",)
-    """One or more of shapes553, compound, hard, geneval553, or files of rows (.jsonl)."""
+    """One or more of shapes553, compound, hard, hard553, geneval553, or files of rows (.jsonl)."""
     model: str = NANO
     """A folder, a hub id or id@revision."""
     adapter: str | None = None
