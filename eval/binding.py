@@ -25,7 +25,7 @@ from typing import Any
 
 from PIL import Image
 
-from eval.results import IMAGES, Result, pixels_sha256, read_results
+from eval.results import IMAGES, Result, candidate_place, pixels_sha256, read_results
 from umm_reflect.errors import UserError
 from umm_reflect.files import write_aside
 
@@ -93,6 +93,14 @@ def check(
                 continue
             checked += 1
             why = why or _replaced(path, image.sha256, number)
+        for number, one in enumerate(result.candidates, start=1):
+            path = folder / candidate_place(result.key, number) / "image_0.png"
+            if not path.exists() or one.image.sha256 is None:
+                unchecked += 1
+                continue
+            checked += 1
+            found = _replaced(path, one.image.sha256, 0)
+            why = why or (found and f"candidate {number}: {found}")
         if _image(folder, result, len(paths)).exists():
             why = why or f"there is an image {len(paths)}, which was not judged"
         if why is None:

@@ -38,7 +38,7 @@ class EvalConfig:
     """
 
     sets: Annotated[tuple[str, ...], tyro.conf.Positional] = ("shapes553",)
-    """One or more of shapes553, compound, hard, geneval553, or files of rows (.jsonl)."""
+    """One or more of shapes553, compound, hard, hard553, geneval553, or files of rows (.jsonl)."""
     model: str = NANO
     """A folder, a hub id or id@revision."""
     adapter: str | None = None
@@ -47,6 +47,9 @@ class EvalConfig:
     """Sampling seeds, with commas: 0,1,2."""
     samples_per_prompt: int | None = None
     """How many samples of each row and seed: 1, or GenEval's 4 under its profile."""
+    best_of: int | None = None
+    """Also draw so many first images of each sample, look once at each, and hand out the one with
+    the highest own score: what as many images give without edits."""
     limit: int | None = None
     """Only so many rows of each set, spread over it: for a try, never comparable."""
     edit_view: Literal["local", "full", "both"] | None = None
@@ -110,6 +113,7 @@ class EvalConfig:
         least = {
             "repair_rng_step": 0,
             "samples_per_prompt": 1,
+            "best_of": 2,
             "limit": 1,
             "max_rounds": 0,
             "batch_size": 1,
@@ -126,6 +130,8 @@ class EvalConfig:
             raise ValueError("--resume goes on with results and --overwrite drops them; give one")
         if self.predict_only and self.images:
             raise ValueError("--predict-only draws images and --images judges them; give one")
+        if self.best_of and not self.max_rounds:
+            raise ValueError("--best-of compares with edits: give --max-rounds 1 or more")
         if self.repair_rng_step is not None and self.profile != "release":
             raise ValueError("--repair-rng-step is a part of --profile release")
         parse_seeds(self.seeds)

@@ -7,7 +7,8 @@ Left, one line a set and edit view: accuracy against the number of images that w
 average, for budgets of 0, 1, ... edits (solid, with 95 % intervals); and for N first images of the
 same prompt, of which the model's own SCORE picks one (dashed) or a perfect judge does (dotted).
 The dashed line is the fair rival: it uses what the model has at inference. Best of N needs several
-samples a prompt (--seeds, --samples-per-prompt); without them only its first point is there.
+first images a prompt (--best-of, or --seeds, --samples-per-prompt); without them only its first
+point is there.
 
 Right, a reliability plot: of the images to which the model gave a score, the share that is right.
 Points on the diagonal are honest; the area of a point grows with the looks behind it.

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from eval.results import Box, Result, read_results
+from eval.best_of import picked
+from eval.results import Box, Judged, Look, Result, candidate_place, read_results
 from umm_reflect.errors import UserError
 from umm_reflect.files import write_aside
 
@@ -83,7 +84,7 @@ def write_report(
         curve=(folder / "curve.png").exists(),
         # inside <script>: no "</" may end it, and "<!--" may not begin
         data=json.dumps(
-            [record(result, find_image) for result in results],
+            [record(result, find_image, in_candidates(folder)) for result in results],
             ensure_ascii=False,
             separators=(",", ":"),
         ).replace("<", "\\u003c"),
@@ -101,7 +102,19 @@ def in_traces(folder: Path) -> FindImage:
     return find
 
 
-def record(result: Result, find_image: FindImage) -> dict[str, Any]:
+def in_candidates(folder: Path) -> FindImage:
+    """Candidates as `eval.kept` keeps them; their numbers begin at 1."""
+
+    def find(result: Result, number: int) -> str | None:
+        path = f"{candidate_place(result.key, number)}/image_0.png"
+        return quote(path) if (folder / path).exists() else None
+
+    return find
+
+
+def record(
+    result: Result, find_image: FindImage, find_candidate: FindImage | None = None
+) -> dict[str, Any]:
     """What the page knows of a trajectory."""
     return {
         "arm": f"{result.set} {result.edit_view}",
@@ -113,22 +126,34 @@ def record(result: Result, find_image: FindImage) -> dict[str, Any]:
         "right": result.correct,
         "kept": result.kept,
         "images": [
+            _image(image, find_image(result, number)) for number, image in enumerate(result.images)
+        ],
+        "looks": list(map(_look, result.looks)),
+        "candidates": [
             {
-                "right": image.correct,
-                "reason": image.reason,
-                "score": image.score,
-                "file": find_image(result, number),
-                "boxes": [[box.label, *box.box, box.score] for box in surest(image.boxes)],
+                **_image(one.image, find_candidate and find_candidate(result, number)),
+                "look": one.look and _look(one.look),
             }
-            for number, image in enumerate(result.images)
+            for number, one in enumerate(result.candidates, start=1)
         ],
-        "looks": [
-            {"said": f"{look.score:g}/10 {look.action}", "edit": look.edit, "error": None}
-            if look.error is None
-            else {"said": None, "edit": None, "error": look.error}
-            for look in result.looks
-        ],
+        "picked": picked(result) if result.candidates else None,
     }
+
+
+def _image(image: Judged, file: str | None) -> dict[str, Any]:
+    return {
+        "right": image.correct,
+        "reason": image.reason,
+        "score": image.score,
+        "file": file,
+        "boxes": [[box.label, *box.box, box.score] for box in surest(image.boxes)],
+    }
+
+
+def _look(look: Look) -> dict[str, Any]:
+    if look.error is not None:
+        return {"said": None, "edit": None, "error": look.error}
+    return {"said": f"{look.score:g}/10 {look.action}", "edit": look.edit, "error": None}
 
 
 def surest(boxes: Sequence[Box]) -> list[Box]:

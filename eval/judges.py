@@ -31,7 +31,7 @@ class Judges:
 
     def __init__(self, config: EvalConfig, *, device: str | None = None):
         self._wanted = {
-            short_name(name): _with_place(config.reward_mapping(name), config.workers, device)
+            short_name(name): with_place(config.reward_mapping(name), config.workers, device)
             for name in config.sets
         }
         self._built: dict[str, Reward] = {}
@@ -60,7 +60,7 @@ class Judges:
 
     def manifests(self) -> dict[str, dict[str, Any]]:
         """Set -> what judged it, without what only decides its speed."""
-        return {name: _identity(reward.manifest()) for name, reward in self._built.items()}
+        return {name: identity(reward.manifest()) for name, reward in self._built.items()}
 
     def __enter__(self) -> Judges:
         return self
@@ -72,7 +72,7 @@ class Judges:
             reward.close()
 
 
-def _with_place(mapping: dict[str, Any], workers: int, device: str | None) -> dict[str, Any]:
+def with_place(mapping: dict[str, Any], workers: int, device: str | None) -> dict[str, Any]:
     """The mapping with workers and device, where that reward has such settings and names none."""
     if mapping["reward"] not in REWARDS:
         return mapping  # `build` says so, with a hint
@@ -82,7 +82,7 @@ def _with_place(mapping: dict[str, Any], workers: int, device: str | None) -> di
     return {n: v for n, v in place.items() if n in known and v is not None} | mapping
 
 
-def _identity(manifest: dict[str, Any]) -> dict[str, Any]:
+def identity(manifest: dict[str, Any]) -> dict[str, Any]:
     settings = {n: v for n, v in manifest["settings"].items() if n not in HOW_FAST}
     kept = {n: v for n, v in manifest.items() if n != "versions"}
     return {**kept, "settings": settings}

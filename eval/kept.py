@@ -1,6 +1,7 @@
 """The trajectories of an evaluation that stay on the disk, and the sheets that show some of them.
 
 FOLDER/SET-VIEW/traces/0012-seed0/     trace.json and an image a round (agent/trace.py)
+FOLDER/SET-VIEW/candidates/0012-seed0/1/  likewise, of each further first image (--best-of)
 FOLDER/SET-VIEW/official/00012/        GenEval's layout of what was handed out (seed 0)
 FOLDER/SET-VIEW/failures.png           and gallery.png
 
@@ -19,7 +20,7 @@ from eval.config import EvalConfig
 from eval.layout_geneval import GIVEN, write
 from eval.prepare import Run
 from eval.report import arms
-from eval.results import Key, Result, Sample, trace_place
+from eval.results import Key, Result, Sample, candidate_place, trace_place
 from eval.sets import family_sizes, short_name
 from eval.sheets import Picks, draw_sheet, pick
 from umm_reflect.errors import UserError
@@ -48,7 +49,7 @@ def picks(config: EvalConfig, results: Sequence[Result], set_name: str) -> Picks
 def keep_picked(
     config: EvalConfig,
     run: Run,
-    judged: Iterable[tuple[Trajectory, Result]],
+    judged: Iterable[tuple[Trajectory, Sequence[Trajectory], Result]],
     before: Sequence[Result],
     fresh: Sequence[Result],
 ) -> None:
@@ -57,13 +58,19 @@ def keep_picked(
     arm = arms([*before, *fresh])[set_name, view]
     chosen = picks(config, arm, set_name)
     wanted = {*chosen.failures, *chosen.gallery}
-    for trajectory, result in judged:
+    for trajectory, candidates, result in judged:
         if config.log_samples or result.key in wanted:
-            keep(config, run, trajectory, result.key)
+            keep(config, run, trajectory, candidates, result.key)
 
 
-def keep(config: EvalConfig, run: Run, trajectory: Trajectory, key: Key) -> None:
-    """Write one trajectory."""
+def keep(
+    config: EvalConfig,
+    run: Run,
+    trajectory: Trajectory,
+    candidates: Sequence[Trajectory],
+    key: Key,
+) -> None:
+    """Write one trajectory, its candidates before it: where it is, all is."""
     from agent import trace
     from umm_reflect import __version__
 
@@ -77,6 +84,8 @@ def keep(config: EvalConfig, run: Run, trajectory: Trajectory, key: Key) -> None
         sampler=run.facts["profiles"][view],
         versions={"umm-reflect": __version__},
     )
+    for number, one in enumerate(candidates, start=1):
+        trace.save(one, config.output_dir / candidate_place(key, number), about)
     trace.save(trajectory, trace_folder(config.output_dir, key), about)
 
 
@@ -109,6 +118,14 @@ class OwnImages:
                     "Draw with --predict-only or --log-samples: only these keep every image.",
                 )
         return [trace.load(trace_folder(self.folder, sample.key)) for sample in batch]
+
+    def candidates(self, batch: Sequence[Sample], n: int) -> list[list[Trajectory]]:
+        from agent import trace
+
+        return [
+            [trace.load(self.folder / candidate_place(one.key, k)) for k in range(1, n)]
+            for one in batch
+        ]
 
     def on(self, device: str) -> OwnImages:
         return self

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from agent.config import loop_options
 from eval.binding import verifier_sha256
+from eval.candidates import candidate_names, look_once
 from eval.config import EvalConfig
 from eval.judges import Judges
 from eval.prepare import Run
@@ -34,6 +35,9 @@ class Source(Protocol):
     """Where trajectories come from: a model, or files."""
 
     def __call__(self, batch: Sequence[Sample]) -> list[Trajectory]: ...
+
+    def candidates(self, batch: Sequence[Sample], n: int) -> list[list[Trajectory]]:
+        """Candidates 1 to n - 1 of each sample, see candidates.py."""
 
     def on(self, device: str) -> Source:
         """The same on another device."""
@@ -78,16 +82,28 @@ class Generator:
     def __call__(self, batch: Sequence[Sample]) -> list[Trajectory]:
         from agent.loop import run_episodes
 
+        names = [sample.name for sample in batch]
+        return self._run(run_episodes, batch, names, max_rounds=self.config.max_rounds)
+
+    def candidates(self, batch: Sequence[Sample], n: int) -> list[list[Trajectory]]:
+        """One batch for each number, so that it takes no more memory than the trajectories."""
+        names = [candidate_names(sample.name, n) for sample in batch]
+        made = [self._run(look_once, batch, some) for some in zip(*names, strict=True)]
+        return [list(some) for some in zip(*made, strict=True)]
+
+    def _run(
+        self, loop: Callable, batch: Sequence[Sample], names: Sequence[str], **how
+    ) -> list[Trajectory]:
         view, seed = batch[0].edit_view, batch[0].seed
         try:
-            return run_episodes(
+            return loop(
                 self.make_policy(view),
                 [self.config.request(sample) for sample in batch],
-                max_rounds=self.config.max_rounds,
                 max_tokens=self.run.profiles[view].say.max_tokens,
                 options=loop_options(self.config.reflect_config(seed, view)),
                 seed=seed,
-                samples=[sample.name for sample in batch],
+                samples=names,
+                **how,
             )
         except FloatingPointError as error:
             raise UserError(str(error), "Check the checkpoint.") from error
@@ -101,11 +117,13 @@ class Generator:
 class Made:
     """What became of a batch; no results where only images are wanted.
 
-    seconds: generate, judge. judges: their manifests, by set.
+    candidates: of each sample, none without --best-of. seconds: generate, judge. judges: their
+    manifests, by set.
     """
 
     results: list[Result]
     trajectories: list[Trajectory]
+    candidates: list[list[Trajectory]]
     seconds: dict[str, float]
     judges: dict[str, dict[str, Any]]
 
@@ -120,15 +138,18 @@ class Producer:
     def __call__(self, batch: Sequence[Sample]) -> Made:
         began = time.perf_counter()
         trajectories = self.source(batch)
+        candidates: list[list[Trajectory]] = [[] for _ in batch]
+        if self.config.best_of:
+            candidates = self.source.candidates(batch, self.config.best_of)
         seconds = {"generate": time.perf_counter() - began}
         if self.config.predict_only:
-            return Made([], trajectories, seconds, {})
+            return Made([], trajectories, candidates, seconds, {})
         if self._judges is None:
             self._judges = Judges(self.config, device=self.device or self.config.device)
         began = time.perf_counter()
-        results = _judge(self._judges, trajectories, batch)
+        results = _judge(self._judges, trajectories, candidates, batch)
         seconds["judge"] = time.perf_counter() - began
-        return Made(results, trajectories, seconds, self._judges.manifests())
+        return Made(results, trajectories, candidates, seconds, self._judges.manifests())
 
     def placed(self, place: int, of: int) -> Producer:
         """The same for one process of several: its own GPU, its share of the cores for judging."""
@@ -153,21 +174,26 @@ class Producer:
 
 
 def _judge(
-    judges: Judges, trajectories: Sequence[Trajectory], batch: Sequence[Sample]
+    judges: Judges,
+    trajectories: Sequence[Trajectory],
+    candidates: Sequence[Sequence[Trajectory]],
+    batch: Sequence[Sample],
 ) -> list[Result]:
     """Every image of every trajectory is judged, all of them in one go."""
     owners = [
         (image, sample.entry.row)
-        for trajectory, sample in zip(trajectories, batch, strict=True)
-        for image in trajectory.images
+        for trajectory, more, sample in zip(trajectories, candidates, batch, strict=True)
+        for image in (*trajectory.images, *(one.images[0] for one in more))
     ]
     images, rows = [image for image, _ in owners], [row for _, row in owners]
     verdicts = iter(judges(images, rows, batch[0].set))
     verifier = verifier_sha256(judges.manifests()[batch[0].set])
-    return [
-        result_of(trajectory, [next(verdicts) for _ in trajectory.images], sample, verifier)
-        for trajectory, sample in zip(trajectories, batch, strict=True)
-    ]
+    results = []
+    for trajectory, more, sample in zip(trajectories, candidates, batch, strict=True):
+        own = [next(verdicts) for _ in trajectory.images]
+        beside = [(one, next(verdicts)) for one in more]
+        results.append(result_of(trajectory, own, sample, verifier, beside))
+    return results
 
 
 def without_contexts(trajectory: Trajectory) -> Trajectory:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agent.types import StopReason
-from eval.best_of import BestOf, best_of
+from eval.best_of import BestOf, EqualImages, best_of, equal_images
 from eval.bootstrap import (
     Estimate,
     Metric,
@@ -44,7 +44,8 @@ Summary = dict[str, Estimate]
 class SetReport:
     """The figures of one set under one edit view. held_out: all rows but those of single_object,
     None where that is no difference. calibration: the model's own SCORE against the verdicts.
-    best_of: what as many first images give without an edit."""
+    best_of: what first images give without an edit; equal_images: that against edits, at as many
+    images."""
 
     rows: int
     samples: int
@@ -54,6 +55,7 @@ class SetReport:
     families: Mapping[str, Summary]
     calibration: Calibration
     best_of: tuple[BestOf, ...]
+    equal_images: tuple[EqualImages, ...]
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ def set_report(results: Sequence[Result], max_rounds: int) -> SetReport:
         families={name: summary(members, max_rounds) for name, members in families.items()},
         calibration=calibration_of(results),
         best_of=best_of(results),
+        equal_images=equal_images(results, max_rounds),
     )
 
 

@@ -62,6 +62,11 @@ class Sample:
 Key = tuple[str, str, int, int, int]  # (edit view, set, row, seed, copy)
 
 
+def candidate_place(key: Key, number: int) -> str:
+    """Where, below the output folder, the trace of candidate `number` (1, 2, ...) is kept."""
+    return f"{trace_place(key).replace('/traces/', '/candidates/')}/{number}"
+
+
 def trace_place(key: Key) -> str:
     """Where, below the output folder, the trace of a sample is kept, if it is kept."""
     view, set_name, row, seed, copy = key
@@ -105,10 +110,20 @@ class Look:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A further first image of the prompt (--best-of), and what was said at the one look at it
+    (None if there was none)."""
+
+    image: Judged
+    look: Look | None
+
+
+@dataclass(frozen=True)
 class Result:
     """A judged trajectory. images[0] is the first image; `kept` is the one that is handed out.
 
     malformed: the code of every malformed turn that was sampled, those that were sampled anew too.
+    candidates: first images beside images[0], see candidates.py.
     verifier: what judged, as `binding.verifier_sha256` has it; None in files of earlier versions.
     """
 
@@ -127,6 +142,7 @@ class Result:
     images: tuple[Judged, ...]
     looks: tuple[Look, ...]
     malformed: tuple[str, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
     verifier: str | None = None
 
     @property
@@ -172,34 +188,61 @@ class Result:
         record = asdict(self)
         del record["verifier"]
         record["images"] = [{"correct": i.correct, "reason": i.reason} for i in self.images]
+        del record["candidates"]
+        if self.candidates:
+            record["candidates"] = [
+                {
+                    "correct": one.image.correct,
+                    "reason": one.image.reason,
+                    "look": one.look and asdict(one.look),
+                }
+                for one in self.candidates
+            ]
         return json.dumps(record, ensure_ascii=False) + "\n"
 
     def to_images_line(self) -> str:
         """Its line in images.jsonl: which pixels were judged, by what, and what it saw in them."""
-        images = [
-            {
-                "sha256": image.sha256,
-                "score": image.score,
-                "boxes": [[box.label, *box.box, box.score] for box in image.boxes],
-            }
-            for image in self.images
-        ]
-        record = {"key": self.key, "verifier": self.verifier, "images": images}
+        record = {"key": self.key, "verifier": self.verifier, "images": _seen(self.images)}
+        if self.candidates:
+            record["candidates"] = _seen([one.image for one in self.candidates])
         return json.dumps(record, ensure_ascii=False) + "\n"
 
     def with_images_line(self, record: Mapping[str, Any]) -> Result:
         """The result with what `to_images_line` kept. Errors: ValueError where the line is of
         another number of images, KeyError or TypeError where it is foreign."""
-        images = tuple(
-            replace(
-                image,
-                sha256=kept["sha256"],
-                score=kept["score"],
-                boxes=tuple(Box(b[0], tuple(b[1:5]), b[5]) for b in kept["boxes"]),
-            )
-            for image, kept in zip(self.images, record["images"], strict=True)
+        images = _with_seen(self.images, record["images"])
+        candidates = _with_seen([c.image for c in self.candidates], record.get("candidates", ()))
+        return replace(
+            self,
+            verifier=record["verifier"],
+            images=images,
+            candidates=tuple(map(Candidate, candidates, (c.look for c in self.candidates))),
         )
-        return replace(self, verifier=record["verifier"], images=images)
+
+
+def _seen(images: Sequence[Judged]) -> list[dict[str, Any]]:
+    """What images.jsonl says of images."""
+    return [
+        {
+            "sha256": image.sha256,
+            "score": image.score,
+            "boxes": [[box.label, *box.box, box.score] for box in image.boxes],
+        }
+        for image in images
+    ]
+
+
+def _with_seen(images: Sequence[Judged], kept: Sequence[Mapping[str, Any]]) -> tuple[Judged, ...]:
+    """The inverse of `_seen`."""
+    return tuple(
+        replace(
+            image,
+            sha256=one["sha256"],
+            score=one["score"],
+            boxes=tuple(Box(b[0], tuple(b[1:5]), b[5]) for b in one["boxes"]),
+        )
+        for image, one in zip(images, kept, strict=True)
+    )
 
 
 def result_of(
@@ -207,14 +250,16 @@ def result_of(
     verdicts: Sequence[Verdict],
     sample: Sample,
     verifier: str | None = None,
+    candidates: Sequence[tuple[Trajectory, Verdict]] = (),
 ) -> Result:
     """A trajectory and the verdicts of all its images, as one record.
 
+    candidates: see candidates.py, each with the verdict of its image.
     verifier: `binding.verifier_sha256` of the manifest of what judged.
 
     Errors: ValueError for a judge without a yes or no.
     """
-    if any(verdict.correct is None for verdict in verdicts):
+    if any(verdict.correct is None for verdict in (*verdicts, *(v for _, v in candidates))):
         raise ValueError("these verdicts have no yes or no: they give no accuracy")
     assert len(verdicts) == len(trajectory.images), (len(verdicts), len(trajectory.images))
     rejected = [*trajectory.plan_rejected, *(t for s in trajectory.steps for t in s.rejected)]
@@ -234,8 +279,14 @@ def result_of(
         images=tuple(map(judged, trajectory.images, verdicts)),
         looks=tuple(_look(step.turn) for step in trajectory.steps),
         malformed=tuple(t.error.value for t in (*rejected, *trajectory.turns) if t.error),
+        candidates=tuple(_candidate(one, verdict) for one, verdict in candidates),
         verifier=verifier,
     )
+
+
+def _candidate(trajectory: Trajectory, verdict: Verdict) -> Candidate:
+    looks = [_look(step.turn) for step in trajectory.steps]
+    return Candidate(judged(trajectory.images[0], verdict), looks[0] if looks else None)
 
 
 def judged(image: Image, verdict: Verdict) -> Judged:
@@ -288,7 +339,12 @@ def result_from_line(line: str) -> Result:
     images = tuple(Judged(**image) for image in record.pop("images"))
     looks = tuple(Look(**look) for look in record.pop("looks"))
     malformed = tuple(record.pop("malformed"))
-    return Result(**record, images=images, looks=looks, malformed=malformed)
+    candidates = tuple(
+        Candidate(Judged(one["correct"], one["reason"]), one["look"] and Look(**one["look"]))
+        for one in record.pop("candidates", ())
+    )
+    more = {"malformed": malformed, "candidates": candidates}
+    return Result(**record, images=images, looks=looks, **more)
 
 
 def read_results(path: str | Path) -> list[Result]:

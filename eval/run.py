@@ -4,6 +4,7 @@
     umm-reflect eval shapes553 compound hard --model DIR --edit-view both --batch-size 512
     umm-reflect eval shapes553 --output-dir outputs/eval --resume       # after it was killed
     umm-reflect eval geneval553 --model DIR --profile release --gpus 8
+    umm-reflect eval hard553 --best-of 4            # first images instead of edits, as many of them
     umm-reflect eval geneval553 --model DIR --predict-only --output-dir outputs/images
     umm-reflect eval --images outputs/images                            # judge them, anywhere
     umm-reflect eval geneval553 --images DIR            # images of others, in GenEval's layout
@@ -27,6 +28,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +101,10 @@ def predict(config: EvalConfig, run: Run, make_policy: MakePolicy) -> None:
     missing = [b for b in todo if not all(is_kept(folder, sample.key) for sample in b)]
     done = sum(map(len, todo)) - sum(map(len, missing))
     for batch, made in in_order(missing, producer, processes=config.gpus):
-        for trajectory, sample in zip(made.trajectories, batch, strict=True):
-            keep(config, run, trajectory, sample.key)
+        for trajectory, more, sample in zip(made.trajectories, made.candidates, batch, strict=True):
+            keep(config, run, trajectory, more, sample.key)
         write_official(folder, batch)
-        images = sum(len(trajectory.images) for trajectory in made.trajectories)
+        images = sum(len(t.images) for t in (*made.trajectories, *chain(*made.candidates)))
         _note_times(folder / TIMING, batch, images, made.seconds)
         done += len(batch)
         print(f"{done}/{sum(map(len, todo))}  {batch[0].set}: drawn", file=sys.stderr)
@@ -125,7 +127,7 @@ def rescore(config: EvalConfig) -> Report:
     if len(config.sets) != 1:
         raise UsageError(f"{' '.join(config.sets)} are several sets", "Judge one at a time.")
     source, samples = given(folder, config.sets[0])
-    config = replace(config, max_rounds=0)
+    config = replace(config, max_rounds=0, best_of=None)
     facts = {
         "model_sha256": {},
         "adapter_sha256": None,
@@ -174,10 +176,10 @@ def _judged(
         for batch, made in in_order(missing, Producer(config, source), processes=config.gpus):
             env.note_judges(made.judges)
             fresh = [result for result in made.results if result.key not in done]
-            judged = zip(made.trajectories, made.results, strict=True)
+            judged = zip(made.trajectories, made.candidates, made.results, strict=True)
             keep_picked(config, run, judged, file.results, fresh)
             file.append(fresh)
-            images = sum(len(result.images) for result in made.results)
+            images = sum(len(r.images) + len(r.candidates) for r in made.results)
             _note_times(folder / TIMING, batch, images, made.seconds)
             progress.show(batch[0], fresh, time.perf_counter() - began)
             began = time.perf_counter()

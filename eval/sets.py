@@ -28,6 +28,7 @@ BUILT_IN = {
     "shapes553": "GenEval's six families over drawn shapes",
     "compound": "shapes: two counted and coloured kinds at once",
     "hard": "shapes: five and six of a kind, hard compounds and relations",
+    "hard553": "shapes: hard and 253 rows more, for differences of a few points",
     "geneval553": "GenEval's own 553 prompts",
 }
 SUFFIX = ".jsonl"

@@ -43,6 +43,13 @@ def print_report(report: Report, max_rounds: int, *, limit: int | None = None) -
                     f"  best of {best.n} first images: any right {best.any_right}{chosen}",
                     markup=False,
                 )
+            for one in figures.equal_images:
+                console.print(
+                    f"  {one.images:.2f} images: {one.by_edits:.3f} by up to {one.edits} edits, "
+                    f"{one.own:.3f} by the own choice of first images (edits minus that "
+                    f"{one.edits_minus_own}), {one.perfect:.3f} by a perfect one",
+                    markup=False,
+                )
     for set_name, figures in report.full_minus_local.items():
         shown = {name: str(figures[name]) for name in ("final_accuracy", "repair", "damage")}
         text = ", ".join(f"{name.replace('_', ' ')} {figure}" for name, figure in shown.items())

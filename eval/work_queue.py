@@ -171,7 +171,9 @@ def _serve(pipe: Connection, pickled: bytes, place: int, of: int) -> None:
                 batch = pickle.loads(pipe.recv_bytes())
                 made = producer(batch)
                 small = [without_contexts(trajectory) for trajectory in made.trajectories]
-                pipe.send_bytes(pickle.dumps(replace(made, trajectories=small)))
+                more = [list(map(without_contexts, some)) for some in made.candidates]
+                made = replace(made, trajectories=small, candidates=more)
+                pipe.send_bytes(pickle.dumps(made))
     except (EOFError, KeyboardInterrupt):
         return
     except UserError as error:

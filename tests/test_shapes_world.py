@@ -150,8 +150,8 @@ def test_set_sizes_and_order_are_genevals():
     }
     assert list(dict.fromkeys(tags)) == list(prompts.TAGS[:6])
     assert [entry.index for entry in built.shapes553] == list(range(553))
-    assert [len(built.compound), len(built.hard)] == [100, 300]
-    entries = [*built.shapes553, *built.compound, *built.hard]
+    assert [len(built.compound), len(built.hard), len(built.hard553)] == [100, 300, 553]
+    entries = [*built.shapes553, *built.compound, *built.hard553]
     assert len({entry.seed for entry in entries}) == len(entries)
 
 
@@ -167,6 +167,22 @@ def test_the_sets_are_the_same_in_every_process():
     }
     assert built.compound[0].row["prompt"] == "four yellow triangles and a brown square"
     assert built.hard[0].row["prompt"] == "six pink hearts"
+
+
+def test_hard553_is_hard_and_253_rows_of_which_no_compound_or_relation_comes_twice():
+    built = sets.build_sets()
+    assert built.hard553[:300] == built.hard
+    assert [entry.index for entry in built.hard553] == list(range(553))
+    more = built.hard553[300:]
+    assert list(Counter(entry.family for entry in more).values()) == [84, 85, 84]
+    assert [more[i].row["prompt"] for i in (0, 84, 169)] == [
+        "five red rings",
+        "three orange crosses, a blue star and two black moons",
+        "a blue moon below a red square, and an orange circle",
+    ]
+    specs = Counter(canonical_spec(e.row) for e in built.hard553 if e.family != "hard_counting")
+    assert set(specs.values()) == {1}
+    assert len(specs) == 185 + 184
 
 
 def test_as_many_specs_are_held_out_as_stated_and_every_part_remains_for_training():
@@ -185,7 +201,7 @@ def test_as_many_specs_are_held_out_as_stated_and_every_part_remains_for_trainin
     }
     assert len({canonical_spec(e.row) for e in built.compound}) == 100
     assert Counter(e.family for e in built.hard) == dict.fromkeys(prompts.HARD_FAMILIES, 100)
-    assert len(sets.held_out()) == 8 + 8 + 20 + 28 + 100 + 100 + 44 + 100 + 100
+    assert len(sets.held_out()) == 8 + 8 + 20 + 28 + 100 + 100 + 44 + 185 + 184
     assert {kind for ((kind, _, _),), _ in specs["counting"]} == set(KINDS)
     assert Counter(c for ((_, _, c),), _ in specs["colors"]) == dict.fromkeys(COLORS, 2)
 

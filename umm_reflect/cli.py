@@ -45,6 +45,7 @@ VERBS = {
     "rl": Verb("rl.train:main", "train on rewards"),
     "merge": Verb("umm_reflect.merge:main", "a base and an adapter: one model folder, checked"),
     "eval": Verb("eval.run:main", "generate a test set, judge it, write result files"),
+    "collect": Verb("eval.collect_cli:main", "own images, judged: trajectories to learn from"),
     "geneval": Verb("eval.geneval_cli:main", "GenEval: prompts, training pools, weights"),
     "reward": Verb("eval.reward_cli:main", "is a judge fit for use (check); judge images (score)"),
     "serve-reward": Verb("eval.server:main", "a judge behind HTTP, for trainers elsewhere"),
