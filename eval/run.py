@@ -41,7 +41,7 @@ from eval.prepare import Run
 from eval.produce import Generator, Loader, MakePolicy, Producer, Source
 from eval.report import Report, report_of
 from eval.results import IMAGES, ResultFile, Sample, read_results
-from eval.sets import all_rows, listing, set_sha256, short_name
+from eval.sets import PROFILES, all_rows, listing, set_sha256, short_name
 from eval.show import Progress, print_report
 from eval.work_queue import in_order, processes
 from umm_reflect.errors import UsageError, UserError
@@ -275,6 +275,7 @@ def _summary(config: EvalConfig, run: Run, report: Report) -> dict[str, Any]:
         "model_sha256": run.facts["model_sha256"],
         "adapter": config.adapter,
         "profile": config.profile,
+        "profile_is": PROFILES[config.profile],
         "arm": config.arm,
         "sets_sha256": run.facts["sets_sha256"],
         **asdict(report),

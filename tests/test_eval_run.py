@@ -177,6 +177,7 @@ def test_wrong_trajectories_can_be_looked_at_and_repeated(played):
 def test_a_limited_run_is_stamped_as_not_comparable(played, tmp_path, monkeypatch, capsys):
     summary = json.loads((played[0] / "summary.json").read_text())
     assert summary["comparable"] is False
+    assert summary["profile_is"]["our_reading"] == "all of it: the checkpoint's own settings"
     assert summary["note"] == "not comparable: --limit 10"
     ten = SimpleNamespace(shapes553=tuple(rows_of("shapes553", 10)))
     monkeypatch.setattr("eval.sets.build_sets", lambda: ten)

@@ -67,6 +67,14 @@ def test_every_released_variable_is_read(python, tmp_path):
     assert "outputs/geneval553/mine" in done.stdout
 
 
+def test_a_sharded_checkpoint_is_told_how_to_convert_and_not_opened(python, tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"a pickle")
+    done = start(python, ARM="rl", MODEL_DIR="m", CHECKPOINT=str(tmp_path))
+    assert done.returncode == 2
+    assert "dcp_to_torch_save" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("variables", "says"),
     [

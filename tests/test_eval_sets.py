@@ -72,6 +72,8 @@ def test_the_list_of_sets_tells_sizes_judges_and_hashes(capsys):
     said = capsys.readouterr().out
     assert "geneval553  553 rows, judged by geneval" in said
     assert "shapes553   553 rows, judged by shapes" in said
+    assert "--profile official" in said
+    assert "our reading: the sampler: GenEval sets none for this model" in said
     assert "hard553     553 rows, judged by shapes" in said
     assert "single_object 80, two_object 99, counting 80, colors 94, position 100" in said
 

@@ -10,7 +10,8 @@
 # ARM                  base, sft or rl
 # MODEL_DIR            the model: a folder or a hub id
 # CHECKPOINT           what a training run wrote: a model folder in place of MODEL_DIR, or a LoRA
-#                      adapter (adapter_config.json) on top of it
+#                      adapter (adapter_config.json) on top of it. A sharded torch checkpoint
+#                      (DCP, with a .metadata) has to be converted first
 # NUM_GPUS             processes, one on each GPU; otherwise all GPUs
 # OUTPUT_ROOT          outputs/geneval553
 # LABEL                otherwise the arm, for rl with the model's name, and -rawprompt, -r0only
@@ -44,6 +45,10 @@ if [ -n "${CHECKPOINT:-}" ]; then
     ADAPTER=(--adapter "$CHECKPOINT")
   elif [ -f "$CHECKPOINT/ema.safetensors" ]; then
     MODEL="$CHECKPOINT"
+  elif [ -f "$CHECKPOINT/.metadata" ]; then
+    # its index is a pickle, which can run anything: it is not opened here
+    fail "CHECKPOINT $CHECKPOINT is a sharded torch checkpoint (DCP), which is not read here" \
+      "If you trust it, convert it where it was made (torch.distributed.checkpoint.format_utils.dcp_to_torch_save, then its model weights as ema.safetensors in a copy of MODEL_DIR) and name that folder"
   else
     fail "CHECKPOINT $CHECKPOINT holds neither ema.safetensors nor adapter_config.json" \
       "Name a folder that umm-reflect sft, rl or merge wrote"
