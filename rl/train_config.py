@@ -191,11 +191,14 @@ class Config:
             )
         if self.reference == "base" and self.parameters not in LORA:
             raise ValueError(f"reference base needs parameters of {', '.join(LORA)}")
-        if rollout.single and self.images == "edits":
-            raise ValueError("single images are first images: set images to first")
+        if rollout.single and self.images != "all":
+            raise ValueError(
+                f"images is {self.images}, but single images are all learned from: set it to all"
+            )
         if self.difficulty.share is not None and not rollout.forks:
             raise ValueError("difficulty.share needs siblings that share a first image")
         drawings = {"edits": ["edit"], "first": ["first"], "all": ["first", "edit"]}[self.images]
+        drawings = ["first"] if rollout.single else drawings
         for name in drawings if self.trains_flow else ():
             noisy = getattr(rollout, name).noise_level > 0
             if self.objective == "grpo" and not noisy:
