@@ -171,6 +171,7 @@ class Run:
         """prompts → first images → rollouts → verdicts → rewards → advantages → replay, losses and
         one step of both heads → metrics. Stopped in any of them, nothing of it remains."""
         clock, step = Clock(), self.at.step
+        self.stop_if_noticed()
         self.sampler.taken = self.at.taken
         with clock("rollout"):
             settled, rollouts = self.roll_out()

@@ -1,7 +1,7 @@
 """What the tests of the RL trainer share: a two-layer BAGEL that has learnt two turns, a run of it.
 
     toy = write_toy(tmp_path)                   # seconds: it is trained to say either turn
-    monkeypatch.setitem(registry.REWARDS, "bright", "tests.bright")
+    quick()                                     # its judge is known
     config = toy_config(toy, tmp_path / "run", max_steps=4)
     code = run(config)
 
@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from PIL import Image
 
+import rl.train_output
 from agent import protocol
 from agent.direct import draw_once
 from agent.policy import BagelPolicy
 from agent.types import Reflection
 from agent.views import current, reflect_view, start
+from eval.rewards import registry
 from rl.rollout import RolloutPolicy
 from rl.rollout_settings import RolloutSettings
 from rl.train import train
@@ -167,6 +169,12 @@ def toy_config(toy: Toy, out: Path, **changes: Any) -> Config:
     return build(Config, _overlaid(values, changes), "test")
 
 
+def quick() -> None:
+    """The toy's judge is known, and no curves are drawn: for a process of its own too."""
+    registry.REWARDS["bright"] = "tests.bright"
+    rl.train_output.draw_curves = lambda *_: None
+
+
 def run(config: Config) -> int:
     with start_processes(config.strategy, config.device) as processes:
         return train(config, processes)
@@ -174,6 +182,7 @@ def run(config: Config) -> int:
 
 def run_on(processes, config: Config) -> list[dict[str, float]]:
     """`train` as one of several processes; the lines of metrics on rank 0."""
+    quick()
     train(config, processes)
     return step_lines(config.output_dir) if processes.main else []
 
