@@ -269,7 +269,8 @@ class Checks:
 
     def reward(self, rollouts: Sequence[Rollout]) -> Finding:
         try:
-            self.run.bench.check()
+            with self.run.drawing(), torch.no_grad():  # the weights themselves may judge
+                self.run.bench.check()
         except UserError as error:
             return Finding("reward", False, str(error))
         pair = []

@@ -24,15 +24,14 @@ from typing import Any
 import torch
 
 from rl import train_output
-from rl.advantage import advantages, statistics
 from rl.copies import Copies
+from rl.credit import credit
 from rl.difficulty import Settled, Totals, resample
 from rl.held_out import HeldOut
-from rl.judge import Bench, unjudged
-from rl.outcomes import add_up, outcomes, rates
+from rl.judge import Bench
 from rl.prompts import Sampler, open_pool
 from rl.replay import replay_step
-from rl.reward import is_malformed, loopholes, score
+from rl.reward import loopholes
 from rl.rollout import draw_starts, roll_out, share_of
 from rl.train_config import Config, config_of, differences, settings_of
 from rl.train_output import Clock
@@ -96,8 +95,9 @@ class Run:
     def __init__(self, config: Config, processes: Processes):
         self.config, self.processes = config, processes
         # first what may fail within seconds: the judge, the prompts, the model's files
-        self.bench = Bench(config.judge.settings, processes=processes.local_world)
-        self.bench.check()
+        if not config.judge.itself:
+            self.bench = Bench(config.judge.settings, processes=processes.local_world)
+            self.bench.check()
         self.sampler = Sampler(
             open_pool(config.prompts, rows=config.prompts_rows, seed=config.seed), config.seed
         )
@@ -125,6 +125,8 @@ class Run:
             compile=config.compile,
             forward=replay_step,
         )
+        if config.judge.itself:
+            self.bench = train_output.own_bench(self.learner, self.origin, config)
         based = ("reference",) if config.reference == "base" else ()
         self.copies = Copies(
             self.learner,
@@ -177,7 +179,7 @@ class Run:
             settled, rollouts = self.roll_out()
             self.stop_if_noticed()
         with clock("judge"):
-            judged = self.bench.judge(rollouts)
+            judged = self.judge(rollouts)
             self.stop_if_noticed()
         with clock("credit"):
             scored, values = self.credit(judged)
@@ -260,6 +262,13 @@ class Run:
                 rollouts = []
         return settled, rollouts
 
+    def judge(self, rollouts: Sequence[Rollout]) -> list[Judged]:
+        if not self.config.judge.itself:
+            return self.bench.judge(rollouts)
+        self.bench.reward.forget()
+        with self.learner.inference(), torch.no_grad():
+            return self.bench.judge(rollouts)
+
     def drawing(self):
         """The model that draws: the trained weights, or with NFT the old ones."""
         return train_output.drawing_model(self.learner, self.copies)
@@ -269,35 +278,7 @@ class Run:
             raise Stopped(self.noticed[0])
 
     def credit(self, judged: Sequence[Judged]) -> tuple[list[Scored], dict[str, float]]:
-        """Rewards and advantages of this process's rollouts; what is logged of all of them."""
-        config = self.config
-        own: list[tuple[tuple[int, int], float, dict[str, float], bool]] = []
-        whole = [one for one in judged if unjudged(one) is None]
-        for one in whole:
-            place, trajectory = one.rollout.place, one.rollout.trajectory
-            reward, terms = score(one, config.reward)
-            malformed = bool(trajectory.turns) and is_malformed(trajectory)
-            own.append(((place.group, place.member), reward, dict(terms), malformed))
-        everyone = sorted(entry for part in self.processes.gather(own) for entry in part)
-        groups = [place[0] for place, *_ in everyone]
-        rewards = [reward for _, reward, *_ in everyone]
-        marks = [malformed for *_, malformed in everyone]
-        found = advantages(rewards, groups, marks, config.advantage)
-        advantage = dict(zip([place for place, *_ in everyone], found, strict=True))
-        scored = [
-            Scored(one, reward, terms, advantage[place])
-            for one, (place, reward, terms, _) in zip(whole, own, strict=True)
-        ]
-        counts = outcomes((s.trajectory, s.judged.verdicts) for s in scored)
-        values = {
-            f"rollout/{n}": v for n, v in rates(add_up(self.processes.gather(counts))).items()
-        }
-        values |= statistics(rewards, groups, found, config.advantage)
-        names = dict.fromkeys(name for _, _, terms, _ in everyone for name in terms)
-        for name in names:
-            values[f"reward/{name}"] = sum(e[2].get(name, 0.0) for e in everyone) / len(everyone)
-        values["unjudged"] = float(len(self.mine) - len(whole))
-        return scored, values
+        return credit(judged, len(self.mine), self.config, self.processes)
 
     # --- what is said of it -----------------------------------------------------------------------
 

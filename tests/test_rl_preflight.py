@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import rl.credit
 import rl.preflight
 import rl.train
 import umm_reflect.draw
@@ -111,8 +112,8 @@ def guidance_branch_dropped(patch):
 
 
 def reward_inverted(patch):
-    real = rl.train.score
-    patch.setattr(rl.train, "score", lambda *args: (-real(*args)[0], real(*args)[1]))
+    real = rl.credit.score
+    patch.setattr(rl.credit, "score", lambda *args: (-real(*args)[0], real(*args)[1]))
 
 
 def same_noise_in_a_group(patch):
