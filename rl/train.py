@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,13 +54,14 @@ from umm_reflect.training.processes import Processes, start
 from umm_reflect.training.signals import noticed_signals
 
 BEST = "best_state"
+CURVES_EVERY = 10  # steps, and at each checkpoint
 
 
 def train(config: Config, processes: Processes) -> int:
     """Run to the end, or to a signal; the exit code. Errors: UserError, on all processes."""
     state = resume.to_go_on_from(config.output_dir, config.resume)
     run = Run(config, processes)
-    with run.bench:
+    with run.judges():
         if state is not None:
             run.resume(state)
         elif config.preflight:
@@ -142,6 +144,12 @@ class Run:
         self.at = Position()
         self.noticed: list[int] = []
 
+    @contextmanager
+    def judges(self) -> Iterator[None]:
+        """Closes what judges in the end, with its processes and connections."""
+        with self.bench, closing(self.held_out) if self.held_out else nullcontext():
+            yield
+
     # --- the loop ---------------------------------------------------------------------------------
 
     def go(self) -> int:
@@ -155,7 +163,7 @@ class Run:
         self.began, self.before = time.monotonic(), self.at.seconds
         with noticed_signals() as self.noticed:
             try:
-                if first == 0:
+                if self.watch.best is None:
                     self.look()
                 while self.at.step < config.max_steps and not self.out_of_time():
                     values = self.step()
@@ -333,8 +341,12 @@ class Run:
             self.look()
         if step % config.save_every == 0 and step < config.max_steps:
             self.save()
-        if self.log is not None:
-            train_output.draw_curves(self.log.path, config.output_dir)
+        if step % CURVES_EVERY == 0:
+            self.curves()
+
+    def curves(self) -> None:
+        if self.log is not None and self.at.step:
+            train_output.draw_curves(self.log.path, self.config.output_dir)
 
     def look(self) -> None:
         """Held-out numbers of the weights as they are; the best ones are kept."""
@@ -373,6 +385,7 @@ class Run:
     def save(self) -> None:
         """A folder that every command loads, and the state to go on from. Every process calls."""
         config, out = self.config, self.config.output_dir
+        self.curves()
         best = self.watch.best.name if self.watch.best else None
         train_output.save_model(self.learner, self.origin, config, self.at.step, best)
         resume.save_resume(
@@ -412,7 +425,7 @@ def main(argv: Sequence[str]) -> int:
         if not alone:
             return train(config, processes)
         run = Run(config, processes)
-        with run.bench:
+        with run.judges():
             run.preflight()
     return 0
 

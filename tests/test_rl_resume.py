@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from rl.train import Run
 from rl.train_config import Config
 from tests.learning import run_processes
 from tests.rl_runs import Toy, quick, run, step_lines, toy_config, write_toy
-from tests.sft_runs import about, master_bytes
+from tests.sft_runs import about, master_bytes, state_bytes
 from tests.tiny import write_tiny_checkpoint
 from umm_reflect.errors import UserError
 from umm_reflect.profile import load_profile, save_profile
@@ -156,6 +157,46 @@ def test_sigterm_in_a_phase_saves_and_ends_with_143_and_the_run_goes_on(
     assert [line["step"] for line in step_lines(tmp_path)] == list(range(1, saved + 1))
     assert run(config) == 0
     same_end(tmp_path, straight)
+
+
+# --- collapse -------------------------------------------------------------------------------------
+
+
+def test_a_collapse_goes_back_to_the_best_checkpoint_with_its_moments(toy, tmp_path, monkeypatch):
+    held = {"prompts": "shapes553", "every": 2, "count": 1, "reward": "bright"}
+    values = iter([0.5, 0.9, 0.7])
+    real = rl.train.HeldOut.look
+
+    def look(self, learner, averaged):
+        numbers, shown = real(self, learner, averaged=averaged)
+        return {**numbers, "held_out/final": next(values)}, shown
+
+    see, states = rl.train.Watch.see, {}
+
+    def collapse(self, step, signals):
+        report = see(self, step, signals)
+        return replace(report, back_to=self.best.name) if step == 3 else report
+
+    go_back = rl.train.Run.go_back
+
+    def kept(self, name):
+        go_back(self, name)
+        states[name] = {n: t.clone() for n, t in self.copies.state_dict().items()}
+
+    monkeypatch.setattr(rl.train.HeldOut, "look", look)
+    monkeypatch.setattr(rl.train.Watch, "see", collapse)
+    monkeypatch.setattr(rl.train.Run, "go_back", kept)
+    changes = {**CHANGES, "max_steps": 4, "save_every": 2, "keep": 3}
+    assert run(toy_config(toy, tmp_path, **changes, held_out=held)) == 0
+    assert list(states) == ["step-0000002"]
+    saved = tmp_path / "best_state/step-0000002"
+    assert about_state(saved)["watch"]["best"][0] == "step-0000002"
+    assert {n: t.numpy().tobytes() for n, t in states["step-0000002"].items()} == state_bytes(saved)
+    assert (tmp_path / "best").resolve().name == "step-0000002"
+
+
+def about_state(path: Path) -> dict:
+    return json.loads((path / "about.json").read_text())["extra"]
 
 
 # --- what is refused ------------------------------------------------------------------------------
