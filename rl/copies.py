@@ -78,15 +78,17 @@ class Copies:
     @contextmanager
     def in_place(self, name: str) -> Iterator[None]:
         """The model computes with this copy while the block runs; nothing is stepped inside."""
-        parameters = self._parameters
-        kept = [p.detach().clone() for p in parameters]
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, self._copies[name])
+        kept = [p.detach().clone() for p in self._parameters]
+        self._put(self._copies[name])
         try:
             yield
         finally:
-            with torch.no_grad():
-                torch._foreach_copy_(parameters, kept)
+            self._put(kept)
+
+    @torch.no_grad()
+    def _put(self, values: Sequence[Tensor]) -> None:
+        torch._foreach_copy_(self._parameters, values)
+        self.learner._layout.forget_gathered()
 
     @torch.no_grad()
     def follow(self, name: str, keep: float) -> None:

@@ -66,14 +66,17 @@ class JudgeError(UserError):
 class Bench:
     """A reward, and the verdicts of first images that are still to be asked for."""
 
-    def __init__(self, settings: JudgeSettings, *, processes: int = 1):
-        """processes: of this machine that judge side by side; they share its cores.
+    def __init__(
+        self, settings: JudgeSettings, *, processes: int = 1, reward: Reward | None = None
+    ):
+        """processes: of this machine that judge side by side; they share its cores. reward: one
+        that is there already (the weights under training), in place of what `settings` name.
 
         Errors: UsageError for a reward that there is not, or a setting of it; what it says itself.
         """
         self.settings = settings
         self.name = str(settings.reward.get("reward"))
-        self.reward: Reward = build(shared_out(settings.reward, processes))
+        self.reward = reward or build(shared_out(settings.reward, processes))
         self._known: dict[tuple[int, str], tuple[Image, Verdict]] = {}
 
     def check(self) -> None:

@@ -158,12 +158,13 @@ class Checks:
     def latents(self, rollouts: Sequence[Rollout]) -> Finding:
         """Numbers that all fit into 16 bits were rounded on the way."""
         images = [t for rollout in rollouts for _, t in own_images(rollout.trajectory)]
-        tensors = [t for one in images for t in (one.latents, one.latent) if t is not None]
+        states = [one.latent for one in images]
+        states += [state for one in images if one.latents is not None for state in one.latents]
         rounded = sum(
-            t.dtype != torch.float32 or torch.equal(t, t.bfloat16().float()) for t in tensors
+            t.dtype != torch.float32 or torch.equal(t, t.bfloat16().float()) for t in states
         )
-        said = f"{rounded} of {len(tensors)} records of latents are rounded below fp32"
-        return Finding("latents", not rounded and bool(tensors), said)
+        said = f"{rounded} of {len(states)} recorded states are rounded below fp32"
+        return Finding("latents", not rounded and bool(states), said)
 
     # --- replay -----------------------------------------------------------------------------------
 
@@ -268,7 +269,8 @@ class Checks:
 
     def reward(self, rollouts: Sequence[Rollout]) -> Finding:
         try:
-            self.run.bench.check()
+            with self.run.drawing(), torch.no_grad():  # the weights themselves may judge
+                self.run.bench.check()
         except UserError as error:
             return Finding("reward", False, str(error))
         pair = []

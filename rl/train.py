@@ -17,22 +17,22 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from rl import train_output
-from rl.advantage import advantages, statistics
 from rl.copies import Copies
+from rl.credit import credit
 from rl.difficulty import Settled, Totals, resample
 from rl.held_out import HeldOut
-from rl.judge import Bench, unjudged
-from rl.outcomes import add_up, outcomes, rates
+from rl.judge import Bench
 from rl.prompts import Sampler, open_pool
 from rl.replay import replay_step
-from rl.reward import is_malformed, loopholes, score
+from rl.reward import loopholes
 from rl.rollout import draw_starts, roll_out, share_of
 from rl.train_config import Config, config_of, differences, settings_of
 from rl.train_output import Clock
@@ -54,13 +54,14 @@ from umm_reflect.training.processes import Processes, start
 from umm_reflect.training.signals import noticed_signals
 
 BEST = "best_state"
+CURVES_EVERY = 10  # steps, and at each checkpoint
 
 
 def train(config: Config, processes: Processes) -> int:
     """Run to the end, or to a signal; the exit code. Errors: UserError, on all processes."""
     state = resume.to_go_on_from(config.output_dir, config.resume)
     run = Run(config, processes)
-    with run.bench:
+    with run.judges():
         if state is not None:
             run.resume(state)
         elif config.preflight:
@@ -96,8 +97,9 @@ class Run:
     def __init__(self, config: Config, processes: Processes):
         self.config, self.processes = config, processes
         # first what may fail within seconds: the judge, the prompts, the model's files
-        self.bench = Bench(config.judge.settings, processes=processes.local_world)
-        self.bench.check()
+        if not config.judge.itself:
+            self.bench = Bench(config.judge.settings, processes=processes.local_world)
+            self.bench.check()
         self.sampler = Sampler(
             open_pool(config.prompts, rows=config.prompts_rows, seed=config.seed), config.seed
         )
@@ -125,6 +127,8 @@ class Run:
             compile=config.compile,
             forward=replay_step,
         )
+        if config.judge.itself:
+            self.bench = train_output.own_bench(self.learner, self.origin, config)
         based = ("reference",) if config.reference == "base" else ()
         self.copies = Copies(
             self.learner,
@@ -140,6 +144,12 @@ class Run:
         self.at = Position()
         self.noticed: list[int] = []
 
+    @contextmanager
+    def judges(self) -> Iterator[None]:
+        """Closes what judges in the end, with its processes and connections."""
+        with self.bench, closing(self.held_out) if self.held_out else nullcontext():
+            yield
+
     # --- the loop ---------------------------------------------------------------------------------
 
     def go(self) -> int:
@@ -153,7 +163,7 @@ class Run:
         self.began, self.before = time.monotonic(), self.at.seconds
         with noticed_signals() as self.noticed:
             try:
-                if first == 0:
+                if self.watch.best is None:
                     self.look()
                 while self.at.step < config.max_steps and not self.out_of_time():
                     values = self.step()
@@ -171,12 +181,13 @@ class Run:
         """prompts → first images → rollouts → verdicts → rewards → advantages → replay, losses and
         one step of both heads → metrics. Stopped in any of them, nothing of it remains."""
         clock, step = Clock(), self.at.step
+        self.stop_if_noticed()
         self.sampler.taken = self.at.taken
         with clock("rollout"):
             settled, rollouts = self.roll_out()
             self.stop_if_noticed()
         with clock("judge"):
-            judged = self.bench.judge(rollouts)
+            judged = self.judge(rollouts)
             self.stop_if_noticed()
         with clock("credit"):
             scored, values = self.credit(judged)
@@ -259,6 +270,13 @@ class Run:
                 rollouts = []
         return settled, rollouts
 
+    def judge(self, rollouts: Sequence[Rollout]) -> list[Judged]:
+        if not self.config.judge.itself:
+            return self.bench.judge(rollouts)
+        self.bench.reward.forget()
+        with self.learner.inference(), torch.no_grad():
+            return self.bench.judge(rollouts)
+
     def drawing(self):
         """The model that draws: the trained weights, or with NFT the old ones."""
         return train_output.drawing_model(self.learner, self.copies)
@@ -268,35 +286,7 @@ class Run:
             raise Stopped(self.noticed[0])
 
     def credit(self, judged: Sequence[Judged]) -> tuple[list[Scored], dict[str, float]]:
-        """Rewards and advantages of this process's rollouts; what is logged of all of them."""
-        config = self.config
-        own: list[tuple[tuple[int, int], float, dict[str, float], bool]] = []
-        whole = [one for one in judged if unjudged(one) is None]
-        for one in whole:
-            place, trajectory = one.rollout.place, one.rollout.trajectory
-            reward, terms = score(one, config.reward)
-            malformed = bool(trajectory.turns) and is_malformed(trajectory)
-            own.append(((place.group, place.member), reward, dict(terms), malformed))
-        everyone = sorted(entry for part in self.processes.gather(own) for entry in part)
-        groups = [place[0] for place, *_ in everyone]
-        rewards = [reward for _, reward, *_ in everyone]
-        marks = [malformed for *_, malformed in everyone]
-        found = advantages(rewards, groups, marks, config.advantage)
-        advantage = dict(zip([place for place, *_ in everyone], found, strict=True))
-        scored = [
-            Scored(one, reward, terms, advantage[place])
-            for one, (place, reward, terms, _) in zip(whole, own, strict=True)
-        ]
-        counts = outcomes((s.trajectory, s.judged.verdicts) for s in scored)
-        values = {
-            f"rollout/{n}": v for n, v in rates(add_up(self.processes.gather(counts))).items()
-        }
-        values |= statistics(rewards, groups, found, config.advantage)
-        names = dict.fromkeys(name for _, _, terms, _ in everyone for name in terms)
-        for name in names:
-            values[f"reward/{name}"] = sum(e[2].get(name, 0.0) for e in everyone) / len(everyone)
-        values["unjudged"] = float(len(self.mine) - len(whole))
-        return scored, values
+        return credit(judged, len(self.mine), self.config, self.processes)
 
     # --- what is said of it -----------------------------------------------------------------------
 
@@ -351,8 +341,12 @@ class Run:
             self.look()
         if step % config.save_every == 0 and step < config.max_steps:
             self.save()
-        if self.log is not None:
-            train_output.draw_curves(self.log.path, config.output_dir)
+        if step % CURVES_EVERY == 0:
+            self.curves()
+
+    def curves(self) -> None:
+        if self.log is not None and self.at.step:
+            train_output.draw_curves(self.log.path, self.config.output_dir)
 
     def look(self) -> None:
         """Held-out numbers of the weights as they are; the best ones are kept."""
@@ -391,6 +385,7 @@ class Run:
     def save(self) -> None:
         """A folder that every command loads, and the state to go on from. Every process calls."""
         config, out = self.config, self.config.output_dir
+        self.curves()
         best = self.watch.best.name if self.watch.best else None
         train_output.save_model(self.learner, self.origin, config, self.at.step, best)
         resume.save_resume(
@@ -430,7 +425,7 @@ def main(argv: Sequence[str]) -> int:
         if not alone:
             return train(config, processes)
         run = Run(config, processes)
-        with run.bench:
+        with run.judges():
             run.preflight()
     return 0
 

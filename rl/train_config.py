@@ -48,6 +48,9 @@ class Judge:
     """A name (umm-reflect reward --help lists them) or a YAML file that begins with one."""
     set: tuple[str, ...] = ()
     """KEY=VALUE settings of it, for example url=http://10.0.0.9:18092."""
+    itself: bool = False
+    """The weights under training judge, by how likely the prompt is to them (Self-SpectraReward);
+    nobody else is needed."""
     attempts: int = 2
     """How often an image is sent before it counts as not judged."""
     unjudged: float = 0.0
@@ -60,6 +63,8 @@ class Judge:
     @property
     def settings(self) -> JudgeSettings:
         """Errors: UsageError for what is no setting."""
+        if self.itself:
+            return JudgeSettings({"reward": "spectra"}, self.attempts, self.unjudged)
         return JudgeSettings(named(self.reward, self.set), self.attempts, self.unjudged)
 
 
@@ -191,11 +196,14 @@ class Config:
             )
         if self.reference == "base" and self.parameters not in LORA:
             raise ValueError(f"reference base needs parameters of {', '.join(LORA)}")
-        if rollout.single and self.images == "edits":
-            raise ValueError("single images are first images: set images to first")
+        if rollout.single and self.images != "all":
+            raise ValueError(
+                f"images is {self.images}, but single images are all learned from: set it to all"
+            )
         if self.difficulty.share is not None and not rollout.forks:
             raise ValueError("difficulty.share needs siblings that share a first image")
         drawings = {"edits": ["edit"], "first": ["first"], "all": ["first", "edit"]}[self.images]
+        drawings = ["first"] if rollout.single else drawings
         for name in drawings if self.trains_flow else ():
             noisy = getattr(rollout, name).noise_level > 0
             if self.objective == "grpo" and not noisy:
@@ -205,7 +213,8 @@ class Config:
                 )
             if self.objective != "grpo" and noisy:
                 raise ValueError(
-                    f"{self.objective} draws without noise: rollout.{name}.noise_level"
+                    f"{self.objective} learns from drawings without noise: set "
+                    f"rollout.{name}.noise_level to 0"
                 )
         if self.trains_flow and self.images != "edits" and rollout.forks:
             raise ValueError(

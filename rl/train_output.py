@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl.copies import Copies
+from rl.judge import Bench
 from rl.rollout import own_images
 from rl.train_config import Config
 from rl.types import Scored
@@ -95,6 +96,16 @@ def drawing_model(learner: Learner, copies: Copies) -> Iterator:
     objective has such (NFT)."""
     with copies.in_place("old") if "old" in copies else nullcontext(), learner.inference() as bagel:
         yield bagel
+
+
+def own_bench(learner: Learner, origin: Origin, config: Config) -> Bench:
+    """The weights under training as the judge of what they draw."""
+    from eval.rewards.spectra import Settings
+    from eval.rewards.spectra_self import SelfSpectra
+
+    settings = Settings(backend="self", model=config.model)
+    reward = SelfSpectra(learner.bagel, origin.profile.transforms, settings, origin.folder)
+    return Bench(config.judge.settings, reward=reward)
 
 
 def identity(folder: Path) -> str:

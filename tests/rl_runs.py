@@ -1,7 +1,7 @@
 """What the tests of the RL trainer share: a two-layer BAGEL that has learnt two turns, a run of it.
 
     toy = write_toy(tmp_path)                   # seconds: it is trained to say either turn
-    monkeypatch.setitem(registry.REWARDS, "bright", "tests.bright")
+    quick()                                     # its judge is known
     config = toy_config(toy, tmp_path / "run", max_steps=4)
     code = run(config)
 
@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from PIL import Image
 
+import rl.train_output
 from agent import protocol
 from agent.direct import draw_once
 from agent.policy import BagelPolicy
 from agent.types import Reflection
 from agent.views import current, reflect_view, start
+from eval.rewards import registry
 from rl.rollout import RolloutPolicy
 from rl.rollout_settings import RolloutSettings
 from rl.train import train
@@ -154,7 +156,8 @@ def toy_config(toy: Toy, out: Path, **changes: Any) -> Config:
         "judge": {"reward": "bright", "set": [f"threshold={toy.threshold}"]},
         "rollout": _rollout(),
         "flow": {"clip_low": 0.2, "clip_high": 0.2},
-        "optimizer": {"lr": 1e-3, "flow_lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-8},
+        "optimizer": {"lr": 1e-3, "flow_lr": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8},
+        "warmup": 4,
         "watch": QUIET,
         "device": "cpu",
         "recompute": False,
@@ -166,6 +169,12 @@ def toy_config(toy: Toy, out: Path, **changes: Any) -> Config:
     return build(Config, _overlaid(values, changes), "test")
 
 
+def quick() -> None:
+    """The toy's judge is known, and no curves are drawn: for a process of its own too."""
+    registry.REWARDS["bright"] = "tests.bright"
+    rl.train_output.draw_curves = lambda *_: None
+
+
 def run(config: Config) -> int:
     with start_processes(config.strategy, config.device) as processes:
         return train(config, processes)
@@ -173,6 +182,7 @@ def run(config: Config) -> int:
 
 def run_on(processes, config: Config) -> list[dict[str, float]]:
     """`train` as one of several processes; the lines of metrics on rank 0."""
+    quick()
     train(config, processes)
     return step_lines(config.output_dir) if processes.main else []
 

@@ -106,7 +106,11 @@ def weights(out: Path) -> bytes:
 
 def master_bytes(out: Path) -> dict[str, bytes]:
     """All tensors of the newest state, as bytes by name."""
-    path = latest(out / "resume")
+    return state_bytes(latest(out / "resume"))
+
+
+def state_bytes(path: Path) -> dict[str, bytes]:
+    """The same of one state."""
     reader = dcp.FileSystemReader(path)
     names = {
         name: meta

@@ -116,6 +116,9 @@ class Whole:
     def _whole_weights(self) -> AbstractContextManager:
         return nullcontext()
 
+    def forget_gathered(self) -> None:
+        """What was gathered of weights before is gathered anew: they were written meanwhile."""
+
     # --- state ------------------------------------------------------------------------------------
 
     def saved(self, entry: int, part: Tensor) -> Tensor:
@@ -283,6 +286,10 @@ class Sharded(Whole):
     def frozen(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if _is_sharded(tensor) else tensor  # buffers are whole
 
+    def forget_gathered(self) -> None:
+        for unit in self._units:  # the last one stays gathered after a forward without gradients
+            unit.reshard()
+
     @contextmanager
     def _whole_weights(self) -> Iterator[None]:
         if not self._ran:  # FSDP2 finds out in a first forward what belongs together
@@ -290,6 +297,7 @@ class Sharded(Whole):
             nothing = torch.zeros(0, device=self.processes.device), batch.latent_BGC
             with torch.no_grad():
                 self.module(*with_all_parts(batch, *nothing, self.module.bagel.config))
+        self.forget_gathered()
         for unit in self._units:
             unit.unshard()
         try:
