@@ -40,7 +40,7 @@ def test_the_same_report_gives_the_same_picture():
 
 
 def test_the_kept_results_are_drawn_from_the_command_line(tmp_path, capsys):
-    shutil.copytree(RESULTS / "shapes553-local", tmp_path / "run")
+    shutil.copytree(RESULTS / "local", tmp_path / "run")
     assert main([str(tmp_path / "run")]) == 0
     assert "curve.png" in capsys.readouterr().out
     colors = Image.open(tmp_path / "run/curve.png").convert("RGB").getcolors(1 << 24)

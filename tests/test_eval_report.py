@@ -29,7 +29,7 @@ from eval.sheets import pick
 from eval.verdict import Verdict
 from umm_reflect.errors import UserError
 
-NANO_RESULTS = RESULTS / "shapes553-local"
+NANO_RESULTS = RESULTS / "local"
 DONE, EDIT = Look("done", 10, ""), Look("edit", 4, "Add a red circle.")
 BROKEN = Look(None, None, None, "score_format")
 

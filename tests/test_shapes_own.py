@@ -104,7 +104,8 @@ def test_a_moved_look_says_the_same_of_images_that_lose_nothing_but_background()
     for _ in range(40):
         [again] = moved(look, rng).images
         rows, columns = np.nonzero((again == (255, 0, 0)).all(-1))
-        assert len(rows) == 20 * 30 and again.shape == image.shape
+        assert len(rows) == 20 * 30
+        assert again.shape == image.shape
         places.add((int(rows.min()), int(columns.min())))
     assert len(places) > 20
     assert all(abs(top - 40) <= 5 and abs(left - 50) <= 5 for top, left in places)
