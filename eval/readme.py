@@ -4,8 +4,8 @@
     python -m eval.readme --check    # exit code 1 when a block differs from its result file
 
 The figures come from files that commands wrote: `umm-reflect eval` (results/*/summary.json),
-`python -m agent.full_size` (full_size.json) and `umm-reflect sft` (metrics.jsonl), all kept under
-pretrained/.
+`python -m agent.full_size` (full_size.json), `python -m eval.detector_speed` and `umm-reflect sft`
+(metrics.jsonl), all kept under pretrained/.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ SFT = (
     ("nano, all weights", "pretrained/bagel-nano-shapes/results/sft/metrics.jsonl"),
 )
 FULL_SIZE = ROOT / "pretrained" / "results" / "full_size_h200.json"
+VERIFIER = ROOT / "pretrained" / "results" / "verifier_speed_h200.json"
 MARK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 LINES = {
@@ -121,10 +122,29 @@ def sft() -> str:
     return "\n".join(lines) + "\n"
 
 
+def verifier() -> str:
+    """How fast the GenEval verifier is with random weights."""
+    told = json.loads(VERIFIER.read_text(encoding="utf-8"))
+    size, batch = told["image"][0], told["batch_size"]
+    rows = [
+        ("detector, images/s", told["detector_images_per_second"]),
+        ("CLIP, crops/s", told["clip_crops_per_second"]),
+        ("BLIP-VQA, questions/s", told["blip_questions_per_second"]),
+        ("all three, images/s (two coloured objects)", told["verifier_images_per_second"]),
+    ]
+    lines = [
+        f"| {told['device']}, {size}², fp32 | {batch} at a time | one at a time |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {n} | {v['batched']:.1f} | {v['one_at_a_time']:.1f} |" for n, v in rows]
+    return "\n".join(lines) + "\n"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "evaluation": evaluation,
     "full-size": full_size,
     "sft": sft,
+    "verifier": verifier,
 }
 
 

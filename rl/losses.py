@@ -92,10 +92,9 @@ def batch_loss(
 
 def _text(words, moves, steps, advantages, totals, before, config):
     settings = config.text
-    from_learner = config.old == "learner" and before.old_S is not None
     return text_grpo(
         words.logprob_S,
-        before.old_S if from_learner else words.old_S,
+        _old(words.logprob_S, words.old_S, before.old_S, config),
         advantages[words.unit_S],
         weights(words.unit_S, words.turn_S, totals, settings.reduction),
         settings,
@@ -103,6 +102,13 @@ def _text(words, moves, steps, advantages, totals, before, config):
         entropy_S=words.entropy_S.detach(),
         sampled_S=words.old_S,
     )
+
+
+def _old(now: Tensor, sampled: Tensor, before: Tensor | None, config: Config) -> Tensor:
+    """The old log-probs by `config.old`."""
+    if config.old == "rollout":
+        return sampled
+    return now.detach() if before is None else before
 
 
 def _flow(words, moves: Moves, steps, advantages, totals, before: Before, config):
@@ -131,7 +137,7 @@ def _steps_taken(moves: Moves, steps, advantage, weight, before: Before, config)
         )
     if settings.guard:
         guard = Guard(mean, before.old_mean, std, moves.t_next - moves.t)
-    old = before.old_N if config.old == "learner" else moves.old_logprob_N
+    old = _old(logprob, moves.old_logprob_N, before.old_N, config)
     return flow_grpo(logprob, old, advantage, weight, settings, kl_N=kl, guard=guard)
 
 

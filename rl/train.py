@@ -2,6 +2,7 @@
 
     umm-reflect rl --recipe nano --output-dir outputs/rl --max-steps 20
     umm-reflect rl preflight --recipe nano                 # the checks before the first update
+    umm-reflect rl prepare ocr --input-dir ...             # prompt files (rl/prepare.py)
     torchrun --standalone --nproc-per-node 8 -m rl.train --recipe reflection --model SFT_MODEL
 
 Killed or stopped, the same command goes on from the newest state. Writes into --output-dir:
@@ -419,6 +420,10 @@ class Run:
 
 
 def main(argv: Sequence[str]) -> int:
+    if argv and argv[0] == "prepare":
+        from rl import prepare
+
+        return prepare.main(argv[1:])
     alone = bool(argv) and argv[0] == "preflight"
     config = config_of(argv[alone:], "umm-reflect rl preflight" if alone else "umm-reflect rl")
     with start(config.strategy, config.device) as processes:

@@ -74,7 +74,8 @@ class Config:
 
     --recipe NAME or FILE.yaml: a starting point (reflection, reflection-release, ocr-lora,
     ocr-lora-npu, pickscore-lora, pickscore-full, spectra-awm, self-spectra-awm, nft, nano). Several
-    processes: torchrun, or scripts/rl/train_rl.sh. `umm-reflect rl preflight ...` checks alone.
+    processes: torchrun, or scripts/rl/train_rl.sh. `umm-reflect rl preflight ...` checks alone,
+    `umm-reflect rl prepare ...` writes prompt files.
     """
 
     model: str = NANO
@@ -112,7 +113,7 @@ class Config:
     """Of awm and nft: at which times an image is noised again."""
     old: Literal["rollout", "learner"] = "rollout"
     """Where the old log-probs come from: as they were sampled, or from the trainer's own forward
-    before the first update."""
+    before the first update (in a single update: that of the loss, so every ratio is 1)."""
     updates: int = 1
     """Updates a rollout: its groups are dealt to so many mini-batches."""
     passes: int = 1
@@ -260,9 +261,11 @@ class Config:
 
     @property
     def compares_with_old(self) -> bool:
-        """Whether the policy before the update is run over every batch."""
+        """Whether the policy before the update is run over every batch. In a single update it is
+        the policy of the loss itself, so that no other forward is needed."""
         if self.objective == "grpo":
-            return self.old == "learner" or (self.trains_flow and self.flow.guard)
+            several = self.updates * self.passes > 1
+            return (self.old == "learner" and several) or (self.trains_flow and self.flow.guard)
         matched = self.objective == "nft" or self.awm.true_ratio
         return self.old == "learner" or (self.trains_flow and matched)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,24 @@ def test_several_passes_and_mini_batches_are_off_the_old_policy(toy, tmp_path, n
     assert lines
     assert lines[0]["updates"] == 4
     assert lines[0]["text/ratio_max"] > 1.001
+
+
+def test_in_a_single_update_the_learner_is_its_own_old_policy_without_another_forward(
+    toy, tmp_path, no_curves
+):
+    config = toy_config(toy, tmp_path, **SMALL, old="learner")
+    assert not config.compares_with_old
+    assert replace(config, updates=2).compares_with_old
+    assert run(config) == 0
+    lines = [line for line in step_lines(tmp_path) if line["zero_std_ratio"] == 0]
+    assert lines
+    for line in lines:
+        assert line["text/ratio_max"] == line["flow/ratio_max"] == 1.0
+
+
+def test_prompts_are_prepared_by_the_same_verb(tmp_path, capsys):
+    assert main(["prepare", "shapes-hard", "--rows", "5", "--output-dir", str(tmp_path)]) == 0
+    assert len((tmp_path / "train.jsonl").read_text().splitlines()) == 5
 
 
 def test_the_weights_themselves_judge(toy, tmp_path, no_curves):
