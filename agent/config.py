@@ -93,6 +93,8 @@ class ReflectConfig(DrawConfig):
     """New samples of a malformed turn."""
     same_edit_limit: int | None = None
     """Stop when the same edit is asked for this many times in a row; 0: never."""
+    capture: bool = True
+    """On a GPU, say texts by captured CUDA graphs; they are faster and differ by rounding."""
     forced_turns: int | None = None
     """For measurements on random weights: legal turns of this many tokens that ask for an edit."""
 

@@ -130,9 +130,7 @@ def test_the_kept_results_of_both_views_are_compared_from_the_command_line(tmp_p
     record = json.loads(out.read_text())
     pair, *others = record["pairs"]
     assert len(others) == 2
-    right = [
-        json.loads((RESULTS / f"{v}/summary.json").read_text()) for v in ("local", "full")
-    ]
+    right = [json.loads((RESULTS / f"{v}/summary.json").read_text()) for v in ("local", "full")]
     values = [
         summary["sets"]["shapes553"][view]["all"]["final_accuracy"]["value"]
         for summary, view in zip(right, ("local", "full"), strict=True)
