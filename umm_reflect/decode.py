@@ -74,6 +74,8 @@ def make_decoder(
 class Decoder:
     """A batch of contexts that grow by one token a row and step, in place."""
 
+    ahead = False  # a step is worth waiting for what has finished
+
     def __init__(
         self,
         bagel: Bagel,
@@ -207,6 +209,11 @@ class StaticDecoder:
         self._place()
         if self.recorder is not None and (obstacle := _obstacle(bagel)):
             self._give_up(obstacle)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the next step may begin before it is known which rows have finished."""
+        return self._static
 
     def _place(self) -> None:
         """New static tensors: the batch has another number of rows."""
@@ -427,7 +434,8 @@ def _obstacle(bagel: Bagel) -> str | None:
     """Why a step of this model must not be captured, where that is known beforehand."""
     if torch.is_autocast_enabled(bagel.device.type):
         return "autocast keeps copies of the weights that a graph would outlive"
-    if any(hasattr(p, "device_mesh") for p in bagel.language_model.parameters()):
+    weights = bagel.language_model.parameters()
+    if any(hasattr(weight, "device_mesh") or hasattr(weight, "ds_id") for weight in weights):
         return "the weights are sharded"
     return None
 

@@ -147,14 +147,14 @@ def say(
     speakers = [_Speaker(r, choices, most[r]) for r in range(rows)]
     forced_ids = None if force is None else _padded(force, max_tokens).to(device)
     done: dict[int, Said] = {}
-    stops = {frame.end, *stop_ids}
+    stops, steps = {frame.end, *stop_ids}, min(max_tokens, max(most))
 
     decoder = make_decoder(
         bagel,
         caches,
         [(frame.start, *ids) for ids in forced],
         max_tokens,
-        steps=min(max_tokens, max(most)),
+        steps=steps,
         capture=bagel.capture if capture is None else capture,
     )
     try:
@@ -171,8 +171,13 @@ def say(
                 greedy,
                 support,
             )
+            transfer = _Transfer(tokens_R, logprobs_R)
+            # a static step does not mind which rows have finished: the GPU goes on meanwhile
+            ahead = decoder.ahead and step < steps - 1
+            if ahead:
+                logits = decoder.step(tokens_R)
             finished = []
-            tokens, logprobs = _transferred(tokens_R, logprobs_R)
+            tokens, logprobs = transfer.lists()
             for place, (speaker, token, logprob) in enumerate(
                 zip(speakers, tokens, logprobs, strict=True)
             ):
@@ -193,7 +198,10 @@ def say(
                 uniform, tokens_R = uniform[keep_R], tokens_R[keep_R.to(tokens_R.device)]
                 forced_ids = None if forced_ids is None else forced_ids[keep_R]
                 decoder.drop(finished)
-            logits = decoder.step(tokens_R.to(device))
+                if ahead:
+                    logits = logits[keep_R]
+            if not ahead:
+                logits = decoder.step(tokens_R.to(device))
     finally:
         decoder.close()
     for speaker in speakers:
@@ -223,12 +231,15 @@ def _choose(
     scores = logits.float()
     scores[:, support:] = -torch.inf
     if any(speaker.trie for speaker in speakers):
-        legal = [speaker.legal() for speaker in speakers]
-        closed = torch.zeros(scores.shape, dtype=torch.bool)
-        for row, ids in enumerate(legal):
+        # rows mostly stand at the same place of the trie: one line of the table for all of them
+        lines: dict[tuple[int, ...] | None, int] = {}
+        line_of = [lines.setdefault(speaker.legal(), len(lines)) for speaker in speakers]
+        closed = torch.zeros(len(lines), scores.shape[-1], dtype=torch.bool)
+        for ids, line in lines.items():
             if ids is not None:
-                closed[row] = True
-                closed[row, list(ids)] = False
+                closed[line] = True
+                closed[line, list(ids)] = False
+        closed = closed[line_of] if len(lines) > 1 else closed
         scores = scores.masked_fill(closed.to(scores.device), -torch.inf)
     if not greedy:
         scores = scores / temperature
@@ -248,15 +259,26 @@ def _choose(
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
-def _transferred(tokens_R: Tensor, logprobs_R: Tensor) -> tuple[list[int], list[float]]:
-    """To the host, in one transfer.
+class _Transfer:
+    """The tokens and log-probs of a step on their way to the host: one copy, waited for late."""
 
-    Raises FloatingPointError where the log-prob of what was taken is no number.
-    """
-    tokens, logprobs = torch.stack([tokens_R.double(), logprobs_R.double()]).tolist()
-    if math.isnan(sum(logprobs)):  # of numbers that are 0 at most
-        raise FloatingPointError(
-            "the model's words have no probability: the weights or the number type are broken; "
-            "try --dtype float32"
-        )
-    return [int(token) for token in tokens], logprobs
+    def __init__(self, tokens_R: Tensor, logprobs_R: Tensor):
+        self._both = torch.stack([tokens_R.double(), logprobs_R.double()])
+        self._arrived: torch.cuda.Event | None = None
+        if self._both.is_cuda:
+            host = torch.empty(self._both.shape, dtype=self._both.dtype, pin_memory=True)
+            host.copy_(self._both, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(self._both.device).record_event()
+            self._both = host
+
+    def lists(self) -> tuple[list[int], list[float]]:
+        """Raises FloatingPointError where the log-prob of what was taken is no number."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, logprobs = self._both.tolist()
+        if math.isnan(sum(logprobs)):  # of numbers that are 0 at most
+            raise FloatingPointError(
+                "the model's words have no probability: the weights or the number type are broken; "
+                "try --dtype float32"
+            )
+        return [int(token) for token in tokens], logprobs
