@@ -12,19 +12,15 @@ that a CUDA graph of it can be replayed: ids, slots and positions are updated in
 from the slots hides the rest of the workspace, and finished rows stay until half have finished.
 
 What a capture costs: its warm-up is the step that was due anyhow, and recording takes the time of
-launching one more; the first graph of a call is compared with an eager step, one forward more. A
+launching one more. The first one of a call is compared with an eager step: about three forwards. A
 step is captured anew when the longest row outgrows `KEYS_STEP` more keys, and after each halving.
 """
 
 from __future__ import annotations
 
-import gc
-import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +28,7 @@ from torch import Tensor
 from umm_reflect import batch as batching
 from umm_reflect.attention import Attend, Group
 from umm_reflect.cache import KVCache, assemble
+from umm_reflect.graphs import NotCaptured, make_recorder
 from umm_reflect.layout import Row, text_block
 from umm_reflect.model import Bagel
 
@@ -44,10 +41,6 @@ SLOTS_STEP = 16
 # By how much the logits of a captured step may differ from the eager step's, as a share of the
 # largest logit (of 1, where that is less). Other kernels round otherwise; a wrong step is far off.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-# Memory of a graph goes back to the driver only when asked to: after this many calls.
-CALLS_A_SWEEP = 16
-
-Forward = Callable[[], Tensor]
 
 
 def make_decoder(
@@ -260,12 +253,10 @@ class StaticDecoder:
             logits = self._forward()
         elif changed:
             return self._capture()
-        elif not self.recorder.ready:
-            logits = self._forward()
-        elif not self._verified:
-            return self._verify()
-        else:
+        elif self.recorder.ready:
             logits = self.recorder.replay()
+        else:
+            logits = self._forward()
         self.eager.grown += 1
         return logits
 
@@ -279,37 +270,57 @@ class StaticDecoder:
 
     def _capture(self) -> Tensor:
         """The step that is due, and a graph for those after it where there are enough of them."""
-        left = self.steps - self.eager.grown
         self.recorder.forget()
-        began = time.perf_counter()
-        try:
-            if left < MIN_STEPS:
-                logits = self._forward()
-            else:
+        eager, began = self.eager, time.perf_counter()
+        if self.steps - eager.grown < MIN_STEPS:
+            logits = self._forward()
+        elif not self._verified:
+            return self._first_capture()
+        else:
+            try:
                 logits = self.recorder.record(self._forward)
-                self.captures.append(time.perf_counter() - began)
-        except NotCaptured as error:
-            self._give_up(error.reason)
-            if error.logits is None:
-                return self.eager.step(self._ids_R)
-            logits = error.logits
-        self.eager.grown += 1
+            except NotCaptured as error:
+                self._give_up(error.reason)
+                if error.result is None:
+                    return eager.step(self._ids_R)
+                logits = error.result
+            self.captures.append(time.perf_counter() - began)
+        eager.grown += 1
         return logits
 
-    def _verify(self) -> Tensor:
-        """The first replayed step against an eager one, whose results are the ones that stay."""
-        eager = self.eager
-        state = [tensor.clone() for tensor in (eager.slots_R, eager.position_R)]
+    def _first_capture(self) -> Tensor:
+        """Capture in another state than the one that is due, and compare a replay in that one with
+        an eager step, whose results are the ones that stay: what a graph has taken for a constant
+        shows there.
+        """
+        eager, began = self.eager, time.perf_counter()
+        state = (self._ids_R, eager.slots_R, eager.position_R)
+        due = [tensor.clone() for tensor in state]
+
+        def restore() -> None:
+            for tensor, value in zip(state, due, strict=True):
+                tensor.copy_(value)
+
+        self._ids_R.zero_()
+        for tensor in state[1:]:  # the slot after is free: the next step writes it anew
+            tensor.add_(1)
+        try:
+            self.recorder.record(self._forward)
+        except NotCaptured as error:
+            restore()
+            self._give_up(error.reason)
+            return eager.step(self._ids_R)
+        self.captures.append(time.perf_counter() - began)
+        restore()
         replayed = self.recorder.replay().clone()
-        for tensor, before in zip((eager.slots_R, eager.position_R), state, strict=True):
-            tensor.copy_(before)
+        restore()
         logits = eager.step(self._ids_R)
-        self._verified = True
         live = slice(None) if self._live_R is None else self._live_R
         expected = logits[live].float()
-        far = (replayed[live].float() - expected).abs().max()
-        worst, largest = torch.stack([far, expected.abs().max()]).tolist()
+        apart = (replayed[live].float() - expected).abs().max()
+        worst, largest = torch.stack([apart, expected.abs().max()]).tolist()
         limit = TOLERANCE.get(logits.dtype, TOLERANCE[torch.float32]) * max(1.0, largest)
+        self._verified = True
         if not worst <= limit and largest == largest:  # broken weights are `say`'s to report
             self._give_up(f"its logits differ by {worst:.3g} from the plain step's")
         return logits
@@ -326,108 +337,6 @@ class StaticDecoder:
         if self.recorder is not None:
             self.recorder.close()
             self.recorder = None
-
-
-# --- graphs ---------------------------------------------------------------------------------------
-
-
-class NotCaptured(Exception):
-    """The step could not be captured. logits: of the step that was due; None if it did not run."""
-
-    def __init__(self, error: Exception, logits: Tensor | None):
-        self.reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        super().__init__(self.reason)
-        self.logits = logits
-
-
-class Recorder:
-    """The CUDA graphs of one call, one at a time, in one memory pool."""
-
-    def __init__(self, device: torch.device):
-        self.side = _side_stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.ready = False
-        self._output: Tensor | None = None
-
-    def record(self, forward: Forward) -> Tensor:
-        """Run `forward` once, then capture it for `replay`. Returns what the run gave.
-
-        Both on a side stream, so that what libraries set up at a first use is there before the
-        capture. The result needs no `record_stream`: the side stream waits before its next work.
-        Errors: NotCaptured.
-        """
-        main = torch.cuda.current_stream(self.side.device)
-        self.side.wait_stream(main)
-        try:
-            with torch.cuda.stream(self.side):
-                result = forward()
-        except RuntimeError as error:
-            raise NotCaptured(error, None) from error
-        finally:
-            main.wait_stream(self.side)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with _no_collection(), torch.cuda.stream(self.side):
-                # not torch.cuda.graph: it empties the allocator's cache at each capture
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                try:
-                    output = forward()
-                finally:
-                    graph.capture_end()
-        except RuntimeError as error:
-            # a capture that broke has left the allocator in it
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self.side.device_index, self.pool)
-            raise NotCaptured(error, result) from error
-        old, self.graph = self.graph, graph
-        if old is not None:  # until now it kept the pool alive
-            old.reset()
-        self._output, self.ready = output, True
-        return result
-
-    def replay(self) -> Tensor:
-        """Run the captured step; its output is a tensor that the next replay overwrites."""
-        self.graph.replay()
-        return self._output
-
-    def forget(self) -> None:
-        """The captured step no longer fits."""
-        self._output, self.ready = None, False
-
-    def close(self) -> None:
-        self.forget()
-        if self.graph is not None:
-            self.graph.reset()
-            self.graph = None
-            if next(_closed) % CALLS_A_SWEEP == 0:
-                torch.cuda.empty_cache()
-
-
-_closed = itertools.count(1)
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all calls: libraries keep a workspace for each stream that they have met."""
-    return torch.cuda.Stream(device)
-
-
-def make_recorder(device: torch.device) -> Recorder | None:
-    """None where there are no CUDA graphs: static steps run as they are."""
-    return Recorder(device) if device.type == "cuda" else None
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: freeing another graph would break the capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _obstacle(bagel: Bagel) -> str | None:
