@@ -187,7 +187,7 @@ def test_a_row_that_is_made_to_say_nothing_is_refused(bagel):
 
 
 def test_steps_are_captured_once_a_length_and_halving_and_replayed(bagel, recorder, monkeypatch):
-    monkeypatch.setattr(decode, "MIN_STEPS", 4)
+    monkeypatch.setattr(decode, "FEW_ROWS", 0)
     force = [[5] * n for n in (20, 20, 20, 20, 9, 9, 9, 9)]
     eager = speak(bagel, force=force, capture=False)
     assert recorder.records == 0
@@ -201,12 +201,24 @@ def test_steps_are_captured_once_a_length_and_halving_and_replayed(bagel, record
     assert recorder.records > 2
 
 
-def test_the_last_steps_and_short_texts_are_not_captured(bagel, recorder):
-    force = [[5] * n for n in (20, 20, 20, 20, 9, 9, 9, 9)]
-    speak(bagel, force=force, capture=True)
-    assert recorder.records == 1
+def test_short_texts_and_the_last_steps_are_not_captured(bagel, recorder, monkeypatch):
     speak(bagel, force=[[5] * 15] * 8, max_tokens=400, capture=True)
+    assert recorder.records == 0
+    monkeypatch.setattr(decode, "FEW_ROWS", 0)
+    for short, records in ((14, 2), (15, 1)):  # where half of the rows end
+        recorder.records = 0
+        force = [[5] * n for n in (18, 18, 18, 18, short, short, short, short)]
+        eager = speak(bagel, force=force, capture=False)
+        assert_same(speak(bagel, force=force, capture=True), eager)
+        assert recorder.records == records
+
+
+def test_finished_ones_of_few_rows_stay_in_the_graph(bagel, recorder):
+    force = [[5] * n for n in (20, 3, 3, 4, 5, 5, 5, 9)]
+    eager = speak(bagel, force=force, capture=False)
+    assert_same(speak(bagel, force=force, capture=True), eager)
     assert recorder.records == 1
+    assert recorder.replays == 19 - 1 + 1  # and the one that was compared
 
 
 def test_the_first_replay_is_compared_with_an_eager_step(bagel, recorder, capsys):
@@ -238,7 +250,7 @@ def test_a_graph_that_holds_on_to_its_first_ids_is_found_out(bagel, recorder, ca
 def test_a_capture_that_fails_changes_no_result(
     bagel, recorder, capsys, halves, never_runs, monkeypatch
 ):
-    monkeypatch.setattr(decode, "MIN_STEPS", 4)
+    monkeypatch.setattr(decode, "FEW_ROWS", 0)
     recorder.never_runs = never_runs
     force = [[5] * n for n in (20, 20, 20, 20, 12, 3, 9, 9)]
     eager = speak(bagel, force=force, capture=False)

@@ -9,7 +9,8 @@
 `Decoder` lays every step out anew: rows that finish leave, attention covers the longest row. A GPU
 then waits for launches. `StaticDecoder` does a step on tensors that keep their place and shape, so
 that a CUDA graph of it can be replayed: ids, slots and positions are updated in place, a mask made
-from the slots hides the rest of the workspace, and finished rows stay until half have finished.
+from the slots hides the rest of the workspace, and finished rows stay until half of many have
+finished.
 
 What a capture costs: its warm-up is the step that was due anyhow, and recording takes the time of
 launching one more. The first one of a call is compared with an eager step: about three forwards. A
@@ -32,8 +33,10 @@ from umm_reflect.graphs import NotCaptured, make_recorder
 from umm_reflect.layout import Row, text_block
 from umm_reflect.model import Bagel
 
-# Fewer steps than this are not worth a capture.
-MIN_STEPS = 16
+# Fewer steps than this are not worth a first capture, and a further one.
+MIN_STEPS, MIN_LATER_STEPS = 16, 4
+# A captured step of so few rows takes as long as one of half as many: finished ones may stay.
+FEW_ROWS = 32
 # The keys that a static step attends to are rounded up to a multiple of this.
 KEYS_STEP = 256
 # Slots of a static workspace: masks of such lengths need no padding in any kernel.
@@ -208,6 +211,10 @@ class StaticDecoder:
         """Whether the next step may begin before it is known which rows have finished."""
         return self._static
 
+    @property
+    def _left(self) -> int:
+        return self.steps - self.eager.grown
+
     def _place(self) -> None:
         """New static tensors: the batch has another number of rows."""
         self.live = list(range(self.eager.rows))
@@ -216,13 +223,14 @@ class StaticDecoder:
         self._keys = 0
 
     def drop(self, places: Sequence[int]) -> None:
-        """Rows that have finished stay where they are, until half of them have."""
+        """Rows that have finished stay where they are, until half of many have."""
         if not self._static:
             self.eager.drop(places)
             return
         gone = set(places)
         self.live = [row for place, row in enumerate(self.live) if place not in gone]
-        if 2 * len(self.live) <= self.eager.rows:
+        many = self.eager.rows > FEW_ROWS and self._left >= MIN_LATER_STEPS
+        if 2 * len(self.live) <= self.eager.rows and (many or self.recorder is None):
             self._compact()
         else:
             self._live_R = torch.tensor(self.live, device=self.bagel.device)
@@ -272,7 +280,7 @@ class StaticDecoder:
         """The step that is due, and a graph for those after it where there are enough of them."""
         self.recorder.forget()
         eager, began = self.eager, time.perf_counter()
-        if self.steps - eager.grown < MIN_STEPS:
+        if self._left < (MIN_LATER_STEPS if self._verified else MIN_STEPS):
             logits = self._forward()
         elif not self._verified:
             return self._first_capture()
