@@ -5,6 +5,8 @@
 #   finish                           # waits for all; ends the script where one of them failed
 
 NAMES=() PIDS=()
+WORKERS=2 # that judge, of each program; the same on every machine, as a run's settings are
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 
 # A signal, or an error here, ends those that still run: trainers save first.
 stop_all() {

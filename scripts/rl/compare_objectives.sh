@@ -38,20 +38,20 @@ if [ -n "$MODEL" ] && [ -d "$MODEL" ]; then MODEL="$(cd "$MODEL" && pwd)"; fi
 if [ -n "$OWN_PYTHON" ]; then PYTHON="$OWN_PYTHON"; else setup; fi
 cd "$ROOT"
 source scripts/rl/_together.sh
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 MODEL="${MODEL:-pretrained/bagel-nano-shapes}"
 
 RUNS=(nano-single nano-awm nano-nft)
 for run in "${RUNS[@]}"; do
   begin "$run" "$PYTHON" -m rl.train --recipe "$run" --model "$MODEL" --output-dir "$WORK/$run" --seed "$SEED" \
-    --max-seconds "$SECONDS_EACH" --max-steps 100000 "$@"
+    --max-seconds "$SECONDS_EACH" --max-steps 100000 \
+    --judge.set "workers=$WORKERS" "$@"
 done
 finish
 "$PYTHON" -m rl.compare "${RUNS[@]/#/$WORK/}" --output "$WORK/curves.png"
 
 evaluated() { # NAME MODEL: first images alone
   begin "eval-$1" "$PYTHON" -m eval.run hard553 --model "$2" --output-dir "$WORK/eval-$1" --overwrite \
-    --max-rounds 0 --batch-size 553 --workers 2 ${LIMIT:+--limit "$LIMIT"}
+    --max-rounds 0 --batch-size 553 --workers "$WORKERS" ${LIMIT:+--limit "$LIMIT"}
 }
 evaluated start "$MODEL"
 RESULTS=("start=$WORK/eval-start")

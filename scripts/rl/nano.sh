@@ -63,7 +63,6 @@ case "$RECIPE" in /*) ;; *.yaml | *.yml) RECIPE="$PWD/$RECIPE" ;; esac
 if [ -n "$OWN_PYTHON" ]; then PYTHON="$OWN_PYTHON"; else setup; fi
 cd "$ROOT"
 source scripts/rl/_together.sh
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 MODEL="${MODEL:-pretrained/bagel-nano-shapes}"
 
 # RUNS: names; of each the arm is what comes before its last dash
@@ -82,7 +81,8 @@ if chosen "$STAGES" train; then
       other-view-*) own=(--rollout.edit-view local) ;;
     esac
     begin "$run" "$PYTHON" -m rl.train --recipe "$RECIPE" --model "$MODEL" --output-dir "$WORK/$run" \
-      --seed "${run##*-}" --max-seconds "$SECONDS_EACH" --max-steps 100000 "${own[@]}" "$@"
+      --seed "${run##*-}" --max-seconds "$SECONDS_EACH" --max-steps 100000 \
+      --judge.set "workers=$WORKERS" --tokens-per-forward 65536 "${own[@]}" "$@"
   done
   finish
 fi
@@ -91,7 +91,7 @@ evaluated() { # NAME MODEL ARGUMENTS
   local name="$1" model="$2"
   shift 2
   begin "eval-$name" "$PYTHON" -m eval.run hard553 --model "$model" --output-dir "$WORK/eval-$name" --overwrite \
-    --seeds "$EVAL_SEEDS" --batch-size 553 --workers 2 ${LIMIT:+--limit "$LIMIT"} "$@"
+    --seeds "$EVAL_SEEDS" --batch-size 553 --workers "$WORKERS" ${LIMIT:+--limit "$LIMIT"} "$@"
 }
 if chosen "$STAGES" eval; then
   view=full
