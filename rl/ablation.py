@@ -1,17 +1,18 @@
 """The table of an RL ablation: every arm against the start and, at equal image count, best of N.
 
-    python -m rl.ablation start=outputs/eval-start both=outputs/eval-both-1 both=outputs/eval-both-2 \\
-        words=outputs/eval-words --best-of outputs/eval-best-of-4 --output ablation.md
+    python -m rl.ablation start=RL/eval-start both=RL/eval-both-1 both=RL/eval-both-2 \\
+        words=RL/eval-words-1 --best-of RL/eval-best-of-4 --output ablation.md
 
 Each RESULT is NAME=FOLDER (or FOLDER alone, its name then), an output folder of `umm-reflect eval`;
 the first is the start, folders of one name are seeds of one arm and count as one: a mean over them.
 An arm is compared with the start under the edit view that it was evaluated in, so a start of both
 views (eval --edit-view both) serves arms of either.
 
-Writes the table as Markdown and, beside it, .json with each seed apart too. Intervals are of 95 %, by
-the bootstrap over prompts of `eval.bootstrap`: the same prompts for both sides, so that what is
-hard in a prompt cancels (equal noise is the evaluation's own: its seeds name it). They say how sure
-a difference is for these weights, not how other training seeds would fall out; the seeds do that.
+Writes the table as Markdown and, beside it, .json, with each seed apart too. Intervals are of 95 %,
+by the bootstrap over prompts of `eval.bootstrap`, the same prompts for both sides, so that what is
+hard in a prompt cancels; samples of one name have the same noise. They say how sure a difference is
+for these weights, not how another training seed would fall out: that is what the seeds show.
+scripts/rl/nano.sh makes all of it.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def arm_of(
     max_rounds: int,
     best_of: Sequence[Result] | None = None,
 ) -> Arm:
-    """runs: the results of its seeds. Errors: UserError where they are not of the start's samples."""
+    """runs: the results of its seeds. Errors: UserError where they are of other samples."""
     wanted = {place_of(result) for result in start}
     for run in runs:
         if {place_of(result) for result in run} != wanted:
@@ -190,7 +191,8 @@ def best_counts(results: Sequence[Result]) -> Counts:
 def table_of(
     results: Sequence[tuple[str, Outcome]], best: Outcome | None
 ) -> tuple[list[Arm], BestOf | None]:
-    """The start in the views that were evaluated, each arm, and of an arm of several seeds each.
+    """The start in the views that were evaluated, each arm, and of an arm of several seeds each,
+    named by its folder.
 
     Errors: UsageError for evaluations that measure different things, UserError for other samples.
     """
@@ -209,7 +211,8 @@ def table_of(
     names = list(dict.fromkeys(name for name, _ in results[1:]))
     found = [arm_of(results[0][0], v, [s], s, rounds, _if(first_images)) for v, s in starts.items()]
     for name in names:
-        members = [_only(outcome) for other, outcome in results[1:] if other == name]
+        outcomes = [outcome for other, outcome in results[1:] if other == name]
+        members = [_only(outcome) for outcome in outcomes]
         views = {view for view, _ in members}
         if len(views) > 1 or not views <= starts.keys():
             raise UserError(
@@ -222,7 +225,8 @@ def table_of(
         same = (starts[view], rounds, _if(first_images))
         found.append(arm_of(name, view, runs, *same))
         if len(runs) > 1:
-            found += [arm_of(f"{name} {i + 1}", view, [r], *same) for i, r in enumerate(runs)]
+            folders = [outcome.folder.name for outcome in outcomes]
+            found += [arm_of(f, view, [r], *same) for f, r in zip(folders, runs, strict=True)]
     if first_images is None:
         return found, None
     view, drawn = first_images
@@ -256,7 +260,8 @@ def _only(outcome: Outcome) -> tuple[str, list[Result]]:
     views = _views(outcome)
     if len(views) > 1:
         raise UserError(
-            f"{outcome.folder} holds two edit views", "Evaluate an arm in the view it was trained in"
+            f"{outcome.folder} holds two edit views",
+            "Evaluate an arm in the view it was trained in",
         )
     return next(iter(views.items()))
 

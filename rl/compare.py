@@ -3,10 +3,11 @@
     python -m rl.compare outputs/nano-single outputs/nano-awm outputs/nano-nft --output curves.png
 
 Reads metrics.jsonl and config.yaml of each run and writes one picture and, beside it, the table as
-.json and .txt. Rollouts of one number have the same prompts in runs of one seed. GPU seconds are those of rollouts, verdicts and updates on every process; held-out
-looks, preflight and checkpoints cost none. Runs that share a GPU get in each other's way, but all
-of them alike. A held-out number is of few prompts, under the same noise at each look: intervals
-come from `umm-reflect eval` and rl/ablation.py. scripts/rl/compare_objectives.sh does all of it.
+.json and .txt. GPU seconds are those of rollouts, verdicts and updates on every process; held-out
+looks, preflight and checkpoints cost none. Runs that share a GPU get in each other's way, all of
+them alike; rollouts of one number have the same prompts in runs of one seed. A held-out number is
+of few prompts, under the same noise at each look: intervals come from `umm-reflect eval` and
+rl/ablation.py. scripts/rl/compare_objectives.sh makes all of it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from umm_reflect.files import write_aside
 from umm_reflect.settings import load_yaml, parse
 from umm_reflect.training.metrics import FILE, read_metrics
 
+NAMES, NUMBERS = slice(0, 2), slice(2, None)  # of a line of the table
 ENDS = 0.1  # this share of the steps, at both ends, is what a run's first and last reward mean
 
 
@@ -142,13 +144,10 @@ def table(lines: Sequence[Line], seconds: float) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     text = [f"after {seconds:.0f} GPU seconds each"]
     for row in rows:
-        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in _numbered(row, widths)]
+        names, numbers = (list(zip(row, widths, strict=True))[part] for part in (NAMES, NUMBERS))
+        cells = [cell.ljust(w) for cell, w in names] + [cell.rjust(w) for cell, w in numbers]
         text.append("  ".join(cells).rstrip())
     return "\n".join(text) + "\n"
-
-
-def _numbered(row: Sequence[str], widths: Sequence[int]):
-    return enumerate(zip(row, widths, strict=True))
 
 
 def _shown(value: Any) -> str:

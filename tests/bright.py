@@ -1,4 +1,6 @@
-"""A reward for toys: an image is right when it is brighter (or darker) than a threshold. Registered by tests:
+"""A reward for toys: an image is right when it is brighter (or darker) than a threshold.
+
+Registered by tests:
 
 monkeypatch.setitem(registry.REWARDS, "bright", "tests.bright")
 """

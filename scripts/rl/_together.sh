@@ -12,6 +12,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTORCH_ALLOC_CONF="${PYTORCH_ALL
 stop_all() {
   local pid
   for pid in "${PIDS[@]:-}"; do [ -z "$pid" ] || kill -TERM "$pid" 2>/dev/null || true; done
+  wait
 }
 trap stop_all EXIT
 trap 'exit 130' INT
