@@ -12,8 +12,11 @@ import pytest
 
 import rl.train_output
 from eval.rewards import registry
+from rl.preflight import Checks
+from rl.train import Run
 from tests.rl_runs import Toy, run, step_lines, toy_config, write_toy
 from umm_reflect.settings import _overlaid
+from umm_reflect.training.processes import Processes
 
 STEPS = 16
 PLAIN = {"noise_level": 0.0, "step_kind": "ode"}
@@ -72,3 +75,17 @@ def test_without_a_learning_rate_nothing_wins(toy, tmp_path, objective):
     first, last = right_at_both_ends(toy, tmp_path / "run", **OBJECTIVES[objective], **still)
     assert abs(last - first) < 0.2
     assert last < 0.8
+
+
+def test_preflight_plans_memory_for_the_states_that_matching_makes_itself(toy, tmp_path):
+    found = []
+    for count in (1, 3):
+        times = {"times": {"count": count, "steps": [0, 4]}}
+        settings = _overlaid(SINGLE, OBJECTIVES["awm"]) | times
+        run = Run(toy_config(toy, tmp_path / "run", **settings), Processes())
+        with run.judges():
+            checks = Checks(run)
+            assert all(finding.passed for finding in checks.all())
+        found.append(checks.work.gen)
+    # two more states of each of two images, of 32 x 32 pixels and 16 pixels a token side
+    assert found[1] - found[0] == 2 * 2 * (2 * 2)
