@@ -200,7 +200,9 @@ class Checks:
         ]
         words, steps, times = [torch.zeros(0)], [torch.zeros(0)], [torch.zeros(0)]
         found = batches(units, self.learner.bagel, max_tokens=config.tokens_per_forward)
-        self.work = max((batch.work for batch in found), key=lambda w: w.tokens, default=Work())
+        learned = [self.run.updater.unit(rollout) for rollout in rollouts]
+        packed = batches(learned, self.learner.bagel, max_tokens=config.tokens_per_forward)
+        self.work = max((batch.work for batch in packed), key=lambda w: w.tokens, default=Work())
         for batch in found:
             batch = batch.to(device)
             out = self.learner.forward(batch, batch.times_I, batch.latent_BGC)

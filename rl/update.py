@@ -97,14 +97,15 @@ class Updater:
     def _parts(self, scored: Sequence[Scored], step: int) -> list[Part]:
         """This process's batches of one mini-batch, as many as any process has."""
         config, bagel = self.config, self.learner.bagel
-        units = [self._unit(one) for one in scored]
+        units = [self.unit(one) for one in scored]
         found = batches(units, bagel, max_tokens=config.tokens_per_forward)
         advantages = torch.tensor([one.advantage for one in scored] or [0.0])
         parts = [Part(batch, advantages) for batch in found]
         most = max(self.processes.gather(len(parts)))
         return parts + [Part(nothing(bagel), advantages) for _ in range(most - len(parts))]
 
-    def _unit(self, one: Scored) -> Unit:
+    def unit(self, one: Scored | Rollout) -> Unit:
+        """A rollout laid out as this run learns from it."""
         config = self.config
         return lay_out(
             one,

@@ -1,4 +1,6 @@
-"""A reward for toys: an image is right when it is brighter than a threshold. Registered by tests:
+"""A reward for toys: an image is right when it is brighter (or darker) than a threshold.
+
+Registered by tests:
 
 monkeypatch.setitem(registry.REWARDS, "bright", "tests.bright")
 """
@@ -20,6 +22,7 @@ from umm_reflect.errors import UserError
 @dataclass(frozen=True)
 class Settings:
     threshold: float = 0.5
+    dark: bool = False
 
 
 def build(settings: Settings) -> Bright:
@@ -35,8 +38,10 @@ class Bright:
         self.settings = settings
 
     def score(self, images: Sequence[Image], rows: Sequence[Row]) -> list[Verdict]:
-        right = [brightness(image) > self.settings.threshold for image in images]
-        return [Verdict(r, 1.0 if r else 0.25, "bright" if r else "dark") for r in right]
+        bright = [brightness(image) > self.settings.threshold for image in images]
+        words = ["bright" if is_bright else "dark" for is_bright in bright]
+        right = [is_bright != self.settings.dark for is_bright in bright]
+        return [Verdict(r, 1.0 if r else 0.25, w) for r, w in zip(right, words, strict=True)]
 
     def manifest(self) -> dict[str, Any]:
         return {"reward": "bright", "settings": {"threshold": self.settings.threshold}}
@@ -45,7 +50,8 @@ class Bright:
         from PIL import Image as images
 
         white, black = (images.new("RGB", (8, 8), color) for color in ("white", "black"))
-        good, bad = self.score([white, black], [{}, {}])
+        verdicts = self.score([white, black], [{}, {}])
+        good, bad = reversed(verdicts) if self.settings.dark else verdicts
         if not good.reward > bad.reward:
             raise UserError("bright does not tell good from bad", "")
 
