@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from agent.direct import draw_once
 from agent.loop import run_episodes
 from agent.policy import BagelPolicy, ForcedTurns, OnStep, OnToken
@@ -114,6 +116,7 @@ class RolloutPolicy(BagelPolicy):
 
     def __init__(self, bagel: Bagel, profile: ReflectionProfile, settings: RolloutSettings):
         super().__init__(bagel, rollout_profile(profile, settings))
+        self.engine.keep_bytes = kept_bytes(bagel.device, self.engine.keep_bytes)
         self.settings = settings
         self.places: dict[int | str, Place] = {}  # by the name of the random streams
         self.starts: Mapping[int, Start] = {}  # by group
@@ -324,6 +327,14 @@ def plain_difference(
         largest = max(largest, *(float((a - b).abs().max()) for a, b in pairs))
         sources = [trajectory.first.image for trajectory in drawn[1]]
     return largest
+
+
+def kept_bytes(device: torch.device, usual: int) -> int:
+    """Room for contexts that were read: siblings come back to theirs in every round, and nothing
+    else of a trainer is on the device meanwhile but the weights."""
+    if device.type != "cuda":
+        return usual
+    return max(usual, torch.cuda.get_device_properties(device).total_memory // 4)
 
 
 # --- small things ---------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from rl.types import Judged, Rollout, Scored
 from rl.update import Done, Updater
 from rl.watch import Watch, picture_signals
 from umm_reflect.checkpoint import load
+from umm_reflect.device import give_back
 from umm_reflect.errors import UserError
 from umm_reflect.files import write_aside
 from umm_reflect.hub import profile as profile_of
@@ -186,6 +187,7 @@ class Run:
         self.sampler.taken = self.at.taken
         with clock("rollout"):
             settled, rollouts = self.roll_out()
+            give_back(self.processes.device)  # caches of contexts: the update needs the room
             self.stop_if_noticed()
         with clock("judge"):
             judged = self.judge(rollouts)

@@ -24,6 +24,7 @@ from rl.objectives import FlowSettings, TextSettings
 from rl.reward import RewardSettings
 from rl.rollout_settings import RolloutSettings
 from rl.watch import WatchSettings
+from umm_reflect.attention import BACKENDS
 from umm_reflect.device import DtypeName
 from umm_reflect.errors import UsageError
 from umm_reflect.settings import load_yaml, nearest, parse, to_mapping
@@ -170,6 +171,8 @@ class Config:
                 raise ValueError(f"{name} is {getattr(self, name)}; give {value} or more")
         if self.max_seconds is not None and self.max_seconds <= 0:
             raise ValueError(f"max_seconds is {self.max_seconds}; give more than 0, or none")
+        if self.attn not in BACKENDS:
+            raise ValueError(f"attn is {self.attn!r}; choose one of {', '.join(BACKENDS)}")
         trained_parts(self.parameters, self.frozen_parts)
         if self.parameters not in LORA and self.lora != LoraSettings():
             raise ValueError(f"lora settings need parameters of {', '.join(LORA)}")

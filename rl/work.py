@@ -15,7 +15,7 @@ from agent.types import Trajectory, Transition, Turn, View
 from umm_reflect.config import BagelConfig
 from umm_reflect.context import Context, Segment, TextSegment
 from umm_reflect.flow import DrawSettings
-from umm_reflect.layout import Frame, segment_blocks
+from umm_reflect.layout import Frame, segment_blocks, segment_length
 from umm_reflect.training.flops import Work
 
 
@@ -29,8 +29,7 @@ class _Counter:
     def length(self, segment: Segment) -> int:
         """Tokens of a segment; a segment is known by itself, contexts share them."""
         if id(segment) not in self.lengths:
-            blocks = segment_blocks(segment, 0, self.frame, self.config)
-            self.lengths[id(segment)] = segment, sum(block.length for block in blocks)
+            self.lengths[id(segment)] = segment, segment_length(segment, self.config)
         return self.lengths[id(segment)][1]
 
     def context(self, context: Context) -> int:
