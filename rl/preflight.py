@@ -29,6 +29,7 @@ import torch
 from agent.policy import ForcedTurns
 from eval.verdict import Verdict
 from rl.copies import Copies
+from rl.memory import plan_run
 from rl.prompts import Sampler
 from rl.replay import batches, lay_out, logprobs_of, read
 from rl.rollout import RolloutPolicy, SameNoise, own_images, plain_difference, roll_out, window_of
@@ -38,8 +39,6 @@ from umm_reflect.files import human_size, write_aside
 from umm_reflect.flow import DrawSettings
 from umm_reflect.rng import stream
 from umm_reflect.training.flops import Work
-from umm_reflect.training.plan import TrainingRun, plan_training
-from umm_reflect.training.trainable import RANK
 
 if TYPE_CHECKING:
     from rl.train import Run
@@ -298,29 +297,26 @@ class Checks:
         tokens = max(1, self.work.tokens)
         scale = max(1, config.tokens_per_forward // tokens)
         work = Work(*(scale * n for n in vars(self.work).values()))
-        plan = plan_training(
+        plans = plan_run(
+            config,
             learner.bagel.config,
-            TrainingRun(
-                work,
-                preset=config.parameters,
-                rank=config.lora.rank or RANK,
-                frozen=config.frozen_parts,
-                strategy=learner.strategy,
-                world=processes.world,
-                optimizer=config.optimizer.name,
-                ema=config.optimizer.ema_decay is not None,
-                recompute=config.recompute,
-                bf16=learner.bagel.dtype == torch.bfloat16,
-                draws=True,
-            ),
+            self.profile,
+            work,
+            strategy=learner.strategy,
+            world=processes.world,
+            bf16=learner.bagel.dtype == torch.bfloat16,
+            keep_bytes=self.run.updater.policy.engine.keep_bytes,
         )
-        said, fits = f"{human_size(plan.total)} a process in an update", True
+        said = " and ".join(f"{human_size(p.total)} in a {name}" for name, p in plans.items())
+        said, fits = f"{said}, each process", True
         if processes.device.type == "cuda":
             have = torch.cuda.get_device_properties(processes.device).total_memory
-            fits = plan.total <= have
             said += f", of {human_size(have)}"
-            said += "" if fits else ": lower tokens_per_forward, or set recompute"
-        return Finding("memory", fits, said, dict(plan.parts))
+            if plans["rollout"].total > have:
+                said, fits = f"{said}: lower rollout_batch", False
+            if plans["update"].total > have:
+                said, fits = f"{said}: lower tokens_per_forward, or set recompute", False
+        return Finding("memory", fits, said, {name: dict(p.parts) for name, p in plans.items()})
 
 
 # --- helpers --------------------------------------------------------------------------------------

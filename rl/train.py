@@ -145,6 +145,8 @@ class Run:
         self.watch = Watch(config.watch)
         self.at = Position()
         self.noticed: list[int] = []
+        self.log = self.tracker = None
+        self.began, self.before = time.monotonic(), 0.0
 
     @contextmanager
     def judges(self) -> Iterator[None]:
@@ -158,7 +160,6 @@ class Run:
         config, processes = self.config, self.processes
         first = self.at.step
         self.log = MetricsLog(config.output_dir, first + 1) if processes.main else None
-        self.tracker = None
         if processes.main:
             self.tracker = tracker(config.tracker, config.output_dir, config)
         bar = progress(config.max_steps - first, "rl") if processes.main else None
