@@ -47,7 +47,7 @@ from umm_reflect.settings import build, parse
 from umm_reflect.tokens import Tokens
 from umm_reflect.training.flops import Learns, flops, mfu, peak_flops
 from umm_reflect.training.learner import Learner
-from umm_reflect.training.processes import Processes
+from umm_reflect.training.processes import Processes, start
 
 RECIPES = ("pickscore-lora", "reflection")
 # What is timed, by the name of its phase. A phase inside of another one is taken off it.
@@ -220,9 +220,14 @@ class MeasuredRun(Run):
         """Nothing."""
 
 
-def measure(settings: RunConfig, device: torch.device) -> dict[str, Any]:
+def measure(settings: RunConfig) -> dict[str, Any]:
     """One step of a run: figures as plain values."""
-    processes = Processes(device=device)
+    with start(settings.strategy, settings.device) as processes:
+        return _measured(settings, processes)
+
+
+def _measured(settings: RunConfig, processes: Processes) -> dict[str, Any]:
+    device = processes.device
     loading = Stopwatch(device)
     with loading.part("load") as load:
         run = MeasuredRun(settings, processes)
@@ -276,19 +281,32 @@ def summed_up(parts: Sequence[Part]) -> dict[str, dict[str, float]]:
     return {"seconds": seconds, "usual": usual}
 
 
-def extrapolated(figures: Mapping[str, Any], groups: int, whole: RunConfig) -> dict[str, float]:
-    """A step of the recipe's own number of groups: all phases grow with it but the optimizer's,
-    which is once an update."""
-    factor = whole.rollout.groups / groups
-    usual = dict(figures["usual_seconds"])
-    step = usual.pop("step", 0.0) / max(1, figures["updates"]) * whole.updates * whole.passes
-    seconds = factor * sum(usual.values()) + step
-    images = factor * figures["images"]
+def extrapolated(
+    figures: Mapping[str, Any], plan: Plan, whole: Plan, updates: int
+) -> dict[str, float]:
+    """A step of the whole recipe, with so many updates: each phase grows as its operations do in
+    the plans (the optimizer's with the updates), what has none with the images."""
+    usual, images = figures["usual_seconds"], whole.images / plan.images
+    seconds = {}
+    for phase, spent in usual.items():
+        factor = images
+        if phase == "step":
+            factor = updates / max(1, figures["updates"])
+        elif phase == "say":
+            factor = whole.seconds["say"] / plan.seconds["say"]
+        elif phase in plan.tflop:
+            factor = whole.tflop[phase] / plan.tflop[phase]
+        seconds[phase] = factor * spent
+    if "compare" in whole.tflop and "compare" not in plan.tflop:  # as fast as the other forwards
+        share = whole.tflop["compare"] / plan.tflop["forward"]
+        seconds["compare"] = share * usual["forward"]
+    taken = sum(seconds.values())
     return {
-        "groups": whole.rollout.groups,
-        "images": images,
-        "seconds": seconds,
-        "images_per_gpu_second": images / seconds,
+        "trajectories": whole.trajectories,
+        "images": whole.images,
+        "seconds": taken,
+        "seconds_by_phase": seconds,
+        "images_per_gpu_second": whole.images / taken,
     }
 
 
@@ -327,7 +345,7 @@ def figure_lines(name: str, found: Mapping[str, Any]) -> list[str]:
         )
     size = found["published"]
     lines.append(
-        f"  the recipe's {size['groups']} groups: {size['images']:.0f} images in "
+        f"  the whole recipe: {size['trajectories']} trajectories, {size['images']} images in "
         f"{size['seconds']:.0f} s, {size['images_per_gpu_second']:.3f} images per GPU second"
     )
     return lines
@@ -372,9 +390,19 @@ def main(argv: Sequence[str]) -> int:
         )
     for name in config.recipes:
         settings = settings_of(name, config, config.model or str(config.folder))
-        found = measure(settings, device)
-        whole = build(RunConfig, recipe(name), name)
-        found["published"] = extrapolated(found, config.groups, whole)
+        found = measure(settings)
+        published = build(RunConfig, recipe(name), name)
+        whole = planned(
+            name,
+            replace(
+                config,
+                groups=published.rollout.groups,
+                group_size=None,
+                rounds=None,
+            ),
+        )
+        updates = published.updates * published.passes
+        found["published"] = extrapolated(found, plans[name], whole, updates)
         figures[name] |= found
         _write(config, figures)
         print("\n".join(figure_lines(name, found)), flush=True)

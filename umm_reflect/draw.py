@@ -205,19 +205,19 @@ class Denoiser:
         self.branches = [self._branches(request) for request in requests]
 
         contexts, owner = [request.conditional for request in requests], list(range(len(requests)))
-        self.row_of: list[tuple[int, int | None, int | None]] = []
-        for r, (text, image) in enumerate(self.branches):
-            rows: list[int | None] = []
-            for branch in (text, image):
-                if branch is None:
-                    rows.append(None)
-                elif rows and rows[0] is not None and branch == text:
-                    rows.append(rows[0])
-                else:
-                    rows.append(len(contexts))
-                    contexts.append(branch)
-                    owner.append(r)
-            self.row_of.append((r, *rows))
+        rows: list[list[int | None]] = [[r, None, None] for r in owner]
+        # branches of a kind are neighbours, since their contexts are often of one length
+        for which in (0, 1):
+            for r, both in enumerate(self.branches):
+                if both[which] is None:
+                    continue
+                if which == 1 and both[1] == both[0]:
+                    rows[r][2] = rows[r][1]
+                    continue
+                rows[r][1 + which] = len(contexts)
+                contexts.append(both[which])
+                owner.append(r)
+        self.row_of: list[tuple[int, int | None, int | None]] = [tuple(row) for row in rows]
         caches = engine.caches(contexts)
         lengths = [self.grids[r][0] * self.grids[r][1] + 2 for r in owner]
         self.workspace = assemble(
