@@ -46,6 +46,7 @@ from umm_reflect.errors import UserError
 from umm_reflect.files import write_aside
 from umm_reflect.hub import profile as profile_of
 from umm_reflect.hub import resolve
+from umm_reflect.push import pushed
 from umm_reflect.settings import to_yaml
 from umm_reflect.training import resume, trainable
 from umm_reflect.training.flops import learns_of
@@ -431,7 +432,9 @@ def main(argv: Sequence[str]) -> int:
     config = config_of(argv[alone:], "umm-reflect rl preflight" if alone else "umm-reflect rl")
     with start(config.strategy, config.device) as processes:
         if not alone:
-            return train(config, processes)
+            with pushed(config.push_to_hub, config.output_dir, processes) as done:
+                done.code = train(config, processes)
+            return done.code
         run = Run(config, processes)
         with run.judges():
             run.preflight()

@@ -37,7 +37,7 @@ NANO = "pretrained/bagel-nano-shapes"
 MAY_CHANGE = (
     *("output_dir", "resume", "max_steps", "max_seconds", "save_every", "keep", "pictures_every"),
     *("tracker", "held_out", "preflight", "device", "attn", "strategy", "tokens_per_forward"),
-    *("rollout_batch", "compile", "recompute"),
+    *("rollout_batch", "compile", "recompute", "push_to_hub"),
 )
 
 
@@ -161,6 +161,9 @@ class Config:
     """Steps between two galleries of rollouts; 0: none."""
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
     """Where metrics go besides metrics.jsonl."""
+    push_to_hub: str | None = None
+    """OWNER/NAME: the best checkpoint (without held-out looks, the last one) goes there in the end,
+    into a private repository."""
     seed: int = 0
 
     def __post_init__(self) -> None:
