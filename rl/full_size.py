@@ -98,6 +98,8 @@ class Config:
     """Schedule points; none: the recipe's."""
     edit_view: Literal["local", "full"] | None = None
     """What an edit sees; none: what the checkpoint says (the random one: local)."""
+    capture: bool = False
+    """Say turns by captured CUDA graphs (umm_reflect/decode.py)."""
     prompts: str = "geneval"
     """Where prompts come from, as for umm-reflect rl."""
     plan_only: bool = False
@@ -220,17 +222,18 @@ class MeasuredRun(Run):
         """Nothing."""
 
 
-def measure(settings: RunConfig) -> dict[str, Any]:
+def measure(settings: RunConfig, *, capture: bool) -> dict[str, Any]:
     """One step of a run: figures as plain values."""
     with start(settings.strategy, settings.device) as processes:
-        return _measured(settings, processes)
+        return _measured(settings, processes, capture)
 
 
-def _measured(settings: RunConfig, processes: Processes) -> dict[str, Any]:
+def _measured(settings: RunConfig, processes: Processes, capture: bool) -> dict[str, Any]:
     device = processes.device
     loading = Stopwatch(device)
     with loading.part("load") as load:
         run = MeasuredRun(settings, processes)
+    run.learner.bagel.capture = None if capture else False  # None: where it pays
     meter = Meter(device)
     with run.judges(), timed(meter):
         values = run.step()
@@ -390,7 +393,7 @@ def main(argv: Sequence[str]) -> int:
         )
     for name in config.recipes:
         settings = settings_of(name, config, config.model or str(config.folder))
-        found = measure(settings)
+        found = measure(settings, capture=config.capture)
         published = build(RunConfig, recipe(name), name)
         whole = planned(
             name,
