@@ -48,6 +48,10 @@ class MoveGroup(NamedTuple):
     image: bool
 
 
+# Flex attention works in blocks of so many tokens.
+SHORT = 128
+
+
 @dataclass
 class ReplayBatch(PackedBatch):
     """A packed batch whose latents are what enters the model (states noised, images clean).
@@ -113,10 +117,13 @@ def _rows(
         return
     most = tuple(max(size[k] for size in sizes) for k in (0, 1))
     long = sum(most) > MAX_DENSE
-    multiple = LONG_MULTIPLE if long else MULTIPLE
+    # few tokens of one expert beside many of the other are not padded to as many again
+    multiples = [MULTIPLE if not long else min(LONG_MULTIPLE, _power_of_two(n)) for n in most]
 
     def padded(size: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(-(-tokens // multiple) * multiple for tokens in size)
+        return tuple(
+            -(-n // multiple) * multiple for n, multiple in zip(size, multiples, strict=True)
+        )
 
     capacity = padded(most)
     bins = fill_bins(sizes, capacity)
@@ -134,6 +141,11 @@ def _rows(
             end, size = end + 1, wider
         yield [bins[r] for r in order[start:end]], size
         start = end
+
+
+def _power_of_two(tokens: int) -> int:
+    """The next one, SHORT at least."""
+    return max(SHORT, 1 << max(tokens - 1, 0).bit_length())
 
 
 def _batch(

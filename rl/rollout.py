@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from agent.direct import draw_once
 from agent.loop import run_episodes
 from agent.policy import BagelPolicy, ForcedTurns, OnStep, OnToken
@@ -114,6 +116,7 @@ class RolloutPolicy(BagelPolicy):
 
     def __init__(self, bagel: Bagel, profile: ReflectionProfile, settings: RolloutSettings):
         super().__init__(bagel, rollout_profile(profile, settings))
+        self.engine.keep_bytes = kept_bytes(bagel.device, self.engine.keep_bytes)
         self.settings = settings
         self.places: dict[int | str, Place] = {}  # by the name of the random streams
         self.starts: Mapping[int, Start] = {}  # by group
@@ -177,13 +180,14 @@ def draw_starts(
     attempt: int = 0,
     force_turns: int | None = None,
     on_batch: OnBatch | None = None,
+    who: type[RolloutPolicy] = RolloutPolicy,
 ) -> dict[int, Start]:
     """The shared start of each of these groups (none for an editing task: its image is given).
 
     attempt: 0 for the prompt that the group was given first, and so on: each has its own noise.
     """
     groups = [group for group, prompt in prompts.items() if prompt.source is None]
-    policy = RolloutPolicy(bagel, profile, settings)
+    policy = who(bagel, profile, settings)
     places = {_start_name(Place(step, g, 0), attempt): Place(step, g, 0) for g in groups}
     policy.places.update(places)
     options, starts = replace(settings.options, retries=PLAN_RETRIES), {}
@@ -217,21 +221,23 @@ def roll_out(
     starts: Mapping[int, Start] | None = None,
     force_turns: int | None = None,
     on_batch: OnBatch | None = None,
+    who: type[RolloutPolicy] = RolloutPolicy,
 ) -> list[Rollout]:
     """The rollouts of the (group, member) in `mine`, in that order; prompts: one a group.
 
     batch_size: trajectories at a time. starts: of `draw_starts`, where they are drawn already.
     force_turns: for measurements on random weights, legal turns of this many tokens that ask for an
-    edit. on_batch(done, all) is called after each batch; what it raises ends the rollout.
+    edit. on_batch(done, all) is called after each batch; what it raises ends the rollout. who:
+    speaks and draws (rl/full_size.py counts with one that does neither).
     Errors: UserError for weights that give no numbers; SameNoise.
     """
     if len(prompts) != settings.groups:
         raise ValueError(f"{len(prompts)} prompts for {settings.groups} groups")
-    names = {"step": step, "seed": seed, "batch_size": batch_size}
+    names = {"step": step, "seed": seed, "batch_size": batch_size, "who": who}
     if settings.forks and starts is None:
         wanted = {group: prompts[group] for group in dict.fromkeys(group for group, _ in mine)}
         starts = draw_starts(bagel, profile, wanted, settings, force_turns=force_turns, **names)
-    policy = RolloutPolicy(bagel, profile, settings)
+    policy = who(bagel, profile, settings)
     if settings.forks:
         lacking = {g for g, _ in mine if prompts[g].source is None} - set(starts)
         assert not lacking, f"groups {sorted(lacking)} have no start to share"
@@ -324,6 +330,14 @@ def plain_difference(
         largest = max(largest, *(float((a - b).abs().max()) for a, b in pairs))
         sources = [trajectory.first.image for trajectory in drawn[1]]
     return largest
+
+
+def kept_bytes(device: torch.device, usual: int) -> int:
+    """Room for contexts that were read: siblings come back to theirs in every round, and nothing
+    else of a trainer is on the device meanwhile but the weights."""
+    if device.type != "cuda":
+        return usual
+    return max(usual, torch.cuda.get_device_properties(device).total_memory // 4)
 
 
 # --- small things ---------------------------------------------------------------------------------

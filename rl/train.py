@@ -41,10 +41,12 @@ from rl.types import Judged, Rollout, Scored
 from rl.update import Done, Updater
 from rl.watch import Watch, picture_signals
 from umm_reflect.checkpoint import load
+from umm_reflect.device import give_back
 from umm_reflect.errors import UserError
 from umm_reflect.files import write_aside
 from umm_reflect.hub import profile as profile_of
 from umm_reflect.hub import resolve
+from umm_reflect.push import pushed
 from umm_reflect.settings import to_yaml
 from umm_reflect.training import resume, trainable
 from umm_reflect.training.flops import learns_of
@@ -144,6 +146,8 @@ class Run:
         self.watch = Watch(config.watch)
         self.at = Position()
         self.noticed: list[int] = []
+        self.log = self.tracker = None
+        self.began, self.before = time.monotonic(), 0.0
 
     @contextmanager
     def judges(self) -> Iterator[None]:
@@ -157,7 +161,6 @@ class Run:
         config, processes = self.config, self.processes
         first = self.at.step
         self.log = MetricsLog(config.output_dir, first + 1) if processes.main else None
-        self.tracker = None
         if processes.main:
             self.tracker = tracker(config.tracker, config.output_dir, config)
         bar = progress(config.max_steps - first, "rl") if processes.main else None
@@ -186,6 +189,7 @@ class Run:
         self.sampler.taken = self.at.taken
         with clock("rollout"):
             settled, rollouts = self.roll_out()
+            give_back(self.processes.device)  # caches of contexts: the update needs the room
             self.stop_if_noticed()
         with clock("judge"):
             judged = self.judge(rollouts)
@@ -428,7 +432,9 @@ def main(argv: Sequence[str]) -> int:
     config = config_of(argv[alone:], "umm-reflect rl preflight" if alone else "umm-reflect rl")
     with start(config.strategy, config.device) as processes:
         if not alone:
-            return train(config, processes)
+            with pushed(config.push_to_hub, config.output_dir, processes) as done:
+                done.code = train(config, processes)
+            return done.code
         run = Run(config, processes)
         with run.judges():
             run.preflight()

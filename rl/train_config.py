@@ -24,6 +24,7 @@ from rl.objectives import FlowSettings, TextSettings
 from rl.reward import RewardSettings
 from rl.rollout_settings import RolloutSettings
 from rl.watch import WatchSettings
+from umm_reflect.attention import BACKENDS
 from umm_reflect.device import DtypeName
 from umm_reflect.errors import UsageError
 from umm_reflect.settings import load_yaml, nearest, parse, to_mapping
@@ -36,7 +37,7 @@ NANO = "pretrained/bagel-nano-shapes"
 MAY_CHANGE = (
     *("output_dir", "resume", "max_steps", "max_seconds", "save_every", "keep", "pictures_every"),
     *("tracker", "held_out", "preflight", "device", "attn", "strategy", "tokens_per_forward"),
-    *("rollout_batch", "compile", "recompute"),
+    *("rollout_batch", "compile", "recompute", "push_to_hub"),
 )
 
 
@@ -161,6 +162,9 @@ class Config:
     """Steps between two galleries of rollouts; 0: none."""
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
     """Where metrics go besides metrics.jsonl."""
+    push_to_hub: str | None = None
+    """OWNER/NAME: the best checkpoint (without held-out looks, the last one) goes there in the end,
+    into a private repository."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -171,6 +175,8 @@ class Config:
                 raise ValueError(f"{name} is {getattr(self, name)}; give {value} or more")
         if self.max_seconds is not None and self.max_seconds <= 0:
             raise ValueError(f"max_seconds is {self.max_seconds}; give more than 0, or none")
+        if self.attn not in BACKENDS:
+            raise ValueError(f"attn is {self.attn!r}; choose one of {', '.join(BACKENDS)}")
         trained_parts(self.parameters, self.frozen_parts)
         if self.parameters not in LORA and self.lora != LoraSettings():
             raise ValueError(f"lora settings need parameters of {', '.join(LORA)}")

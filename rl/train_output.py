@@ -25,7 +25,7 @@ from rl.train_config import Config
 from rl.types import Scored
 from rl.work import rollout_work
 from umm_reflect.files import write_aside
-from umm_reflect.training.flops import Learns, flops, mfu, peak_flops
+from umm_reflect.training.flops import Learns, Work, flops, mfu, peak_flops
 from umm_reflect.training.folders import CHECKPOINTS, Origin, link_newest, save_folder
 from umm_reflect.training.learner import Learner
 from umm_reflect.training.metrics import memory_used, plot_curves, read_metrics
@@ -141,7 +141,7 @@ def speed(
         trajectories, config.rollout.first, config.rollout.edit, bagel.config, bagel.frame
     )
     done_by = {
-        "rollout": flops(rolled, bagel.config, Learns()).forward,
+        "rollout": flops(sum(rolled.values(), Work()), bagel.config, Learns()).forward,
         "update": flops(done.learned, bagel.config, learns).model
         + flops(done.compared, bagel.config, learns).forward,
     }

@@ -1,7 +1,7 @@
 """How much a rollout has the model do, counted from what it left: for the MFU of the rollout phase.
 
     done = rollout_work(trajectories, first_settings, edit_settings, bagel.config, bagel.frame)
-    operations = flops(done, bagel.config, Learns()).forward
+    operations = flops(sum(done.values(), Work()), bagel.config, Learns()).forward
 
 Counted are the guidance branches of every denoising step, every sampled token, and each context
 once, as the engine reads it (what siblings share is read once a process). The VAE is not counted.
@@ -15,7 +15,7 @@ from agent.types import Trajectory, Transition, Turn, View
 from umm_reflect.config import BagelConfig
 from umm_reflect.context import Context, Segment, TextSegment
 from umm_reflect.flow import DrawSettings
-from umm_reflect.layout import Frame, segment_blocks
+from umm_reflect.layout import Frame, segment_blocks, segment_length
 from umm_reflect.training.flops import Work
 
 
@@ -24,13 +24,12 @@ class _Counter:
         self.config, self.frame = config, frame
         self.lengths: dict[int, tuple[Segment, int]] = {}
         self.read: set[tuple[int, ...]] = set()
-        self.work = Work()
+        self.done = {"say": Work(), "draw": Work(), "read": Work()}
 
     def length(self, segment: Segment) -> int:
         """Tokens of a segment; a segment is known by itself, contexts share them."""
         if id(segment) not in self.lengths:
-            blocks = segment_blocks(segment, 0, self.frame, self.config)
-            self.lengths[id(segment)] = segment, sum(block.length for block in blocks)
+            self.lengths[id(segment)] = segment, segment_length(segment, self.config)
         return self.lengths[id(segment)][1]
 
     def context(self, context: Context) -> int:
@@ -41,7 +40,7 @@ class _Counter:
             names.append(id(segment))
             if (key := tuple(names)) not in self.read:
                 self.read.add(key)
-                self.work += self._read(segment, before, own)
+                self.done["read"] += self._read(segment, before, own)
             before += own
         return before
 
@@ -64,7 +63,7 @@ class _Counter:
         before, said = self.context(turn.context), len(turn.sampled_ids)
         length = len(turn.forced_ids) + said + 1
         pairs = length * before + length * (length + 1) // 2
-        self.work += Work(und=length, scored=said, pairs=pairs)
+        self.done["say"] += Work(und=length, scored=said, pairs=pairs)
 
     def drawing(self, transition: Transition, settings: DrawSettings) -> None:
         if transition.view is None:
@@ -77,7 +76,7 @@ class _Counter:
         for context, steps in branches(transition.view, settings, settings.steps, guided):
             before = self.context(context)
             pairs = steps * (tokens + 2) * (before + tokens + 2)
-            self.work += Work(und=2 * steps, gen=tokens * steps, pairs=pairs)
+            self.done["draw"] += Work(und=2 * steps, gen=tokens * steps, pairs=pairs)
 
 
 def branches(
@@ -102,8 +101,9 @@ def rollout_work(
     edit: DrawSettings,
     config: BagelConfig,
     frame: Frame,
-) -> Work:
-    """The work of these trajectories; a first image that siblings share counts once."""
+) -> dict[str, Work]:
+    """What these trajectories took to say, to draw and to read contexts; a first image that
+    siblings share counts once."""
     counter, drawn = _Counter(config, frame), set()
     for trajectory in trajectories:
         for turn in trajectory.turns:
@@ -115,4 +115,4 @@ def rollout_work(
         for step in trajectory.steps:
             if step.transition is not None:
                 counter.drawing(step.transition, edit)
-    return counter.work
+    return counter.done

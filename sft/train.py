@@ -39,6 +39,7 @@ from sft.validate import HeldOut, draw_stories
 from umm_reflect.checkpoint import load
 from umm_reflect.errors import UserError
 from umm_reflect.files import write_aside
+from umm_reflect.push import pushed
 from umm_reflect.training import resume, trainable
 from umm_reflect.training.flops import Work, flops, learns_of, mfu, peak_flops
 from umm_reflect.training.folders import NEWEST
@@ -395,8 +396,12 @@ def main(argv: Sequence[str]) -> int:
         from sft.train_plan import dry_run
 
         return dry_run(config)
-    with start(config.strategy, config.device) as processes:
-        return train(config, processes)
+    with (
+        start(config.strategy, config.device) as processes,
+        pushed(config.push_to_hub, config.output_dir, processes) as done,
+    ):
+        done.code = train(config, processes)
+    return done.code
 
 
 if __name__ == "__main__":

@@ -197,6 +197,8 @@ class Config:
     """Steps between two lines of metrics."""
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
     """Where metrics go besides metrics.jsonl."""
+    push_to_hub: str | None = None
+    """OWNER/NAME: the last checkpoint goes there in the end, into a private repository."""
     seed: int = 0
     dry_run: bool = False
     """Build one pack on the CPU, print what would run and what it would take, and stop."""

@@ -19,15 +19,19 @@ import numpy as np
 import pytest
 import torch
 
+import umm_reflect.draw
 from agent.loop import run_episodes
 from agent.policy import BagelPolicy
 from tests.counted import counted, ragged
 from tests.tiny import write_tiny_checkpoint
 from umm_reflect import Bagel
+from umm_reflect.batch import _plain_groups
 from umm_reflect.context import Context
+from umm_reflect.draw import Denoiser, fitting_parts
 from umm_reflect.errors import UsageError
 from umm_reflect.flow import sde_step
 from umm_reflect.generate import Drawn, DrawRequest, DrawSettings, Engine, draw, say
+from umm_reflect.layout import Row, vae_block
 from umm_reflect.rng import stream
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -297,3 +301,37 @@ if (NANO / "ema.safetensors").is_file():
         most, share = changed_pixels(pairs)
         assert most <= 1
         assert share <= 0.001
+
+
+def test_requests_whose_keys_do_not_fit_are_drawn_in_parts_to_the_same_bits(bagel, monkeypatch):
+    alone = [draw(Engine(bagel), [request], NOISY)[0] for request in requests(bagel)]
+    llm = bagel.config.llm
+    monkeypatch.setattr(umm_reflect.draw, "DRAW_BYTES", 1)
+    assert fitting_parts(bagel.config, requests(bagel), 4) == [[0], [1], [2], [3]]
+    seen = []
+    parted = draw(Engine(bagel), requests(bagel), NOISY, on_step=lambda *at: seen.append(at))
+    assert_equal_bits(parted, alone)
+    assert seen == [(n // 4, 4) for n in range(1, 17)]
+    # two branches of a picture of 2 x 3 cells between two marks
+    empty = DrawRequest(Context(), Context(), None, (32, 48), stream(7, 0, 0, "draw"))
+    token = 2 * llm.num_layers * llm.num_kv_heads * llm.head_dim * 4
+    monkeypatch.setattr(umm_reflect.draw, "DRAW_BYTES", 4 * (2 * 3 + 2) * token)
+    assert fitting_parts(bagel.config, [empty] * 5, 4) == [[0, 1], [2, 3], [4]]
+
+
+def test_branches_of_a_kind_are_neighbours_so_that_siblings_make_one_group_a_branch(bagel):
+    _, edit, *_ = ragged(bagel)
+    request = DrawRequest(edit, edit.prefix(2), edit.texts_only(), (48, 48), stream(7, 0, 0, "x"))
+    flow = Denoiser(Engine(bagel), [request] * 5, GUIDED)
+    assert [(g.start, g.end) for g in flow.all_rows.attend.groups] == [(0, 5), (5, 10), (10, 15)]
+    assert flow.row_of[3] == (3, 8, 13)
+    assert flow.owner == [0, 1, 2, 3, 4] * 3
+
+
+def test_long_rows_of_many_lengths_need_no_mask_on_a_gpu_and_short_ones_do(bagel):
+    def groups(side: int) -> int:
+        block = vae_block(None, (side, side), bagel.frame, 0, noised=True)
+        rows = [Row((block,), past) for past in range(20)]
+        return len(_plain_groups(rows, torch.device("cuda")))
+
+    assert (groups(32), groups(8)) == (20, 0)  # pictures of 512² and of 128²

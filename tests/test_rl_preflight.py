@@ -163,6 +163,33 @@ def test_a_fault_is_caught_and_named(toy, tmp_path, monkeypatch, fault):
     assert f"{FAULTS[fault]} (" in said
 
 
+def test_bf16_passes_and_its_bounds_still_catch_a_branch_and_a_temperature(
+    toy, tmp_path, monkeypatch
+):
+    assert checked(toy, tmp_path / "sound", dtype="bfloat16") == ""
+    for fault in (guidance_branch_dropped, wrong_temperature_in_replay):
+        with monkeypatch.context() as patch:
+            fault(patch)
+            assert checked(toy, tmp_path / fault.__name__, dtype="bfloat16")
+        assert "replay" in failed(tmp_path / fault.__name__)
+
+
+def test_a_model_that_talks_on_is_cut_short(toy, tmp_path, monkeypatch):
+    lengths = []
+    real = rl.preflight.roll_out
+
+    def counted(*args, **options):
+        made = real(*args, **options)
+        lengths.extend(len(t.sampled_ids) for one in made for t in one.trajectory.turns)
+        return made
+
+    monkeypatch.setattr(rl.preflight, "roll_out", counted)
+    monkeypatch.setattr(rl.preflight, "WORDS", 3)
+    assert checked(toy, tmp_path) == ""
+    assert {n for n in lengths if n <= 3} == {3}  # as it speaks
+    assert min(n for n in lengths if n > 3) > 20  # made to ask for edits
+
+
 def test_a_judge_that_is_upside_down_is_named_before_a_model_is_loaded(toy, tmp_path, monkeypatch):
     from tests.bright import Bright
 

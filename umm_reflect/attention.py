@@ -28,8 +28,8 @@ from torch import Tensor
 Backend = Literal["auto", "cudnn", "flash", "efficient", "math", "varlen", "flex"]
 BACKENDS = ("auto", "cudnn", "flash", "efficient", "math", "varlen", "flex")
 # More groups of equal length than this are run as one padded call with a mask (on a GPU, where
-# launches cost).
-MAX_GROUPS = 16
+# launches cost), unless each has so many queries that they cost little beside it.
+MAX_GROUPS, MANY_QUERIES = 16, 512
 
 
 def allowed(

@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from umm_reflect.attention import MAX_GROUPS, Attend, Backend, Group, Workspace, allowed, groups_of
+from umm_reflect.attention import (
+    MANY_QUERIES,
+    MAX_GROUPS,
+    Attend,
+    Backend,
+    Group,
+    Workspace,
+    allowed,
+    groups_of,
+)
 from umm_reflect.layout import Block, Row, grid_ids, row_tokens
 
 
@@ -110,7 +119,8 @@ def _plain_groups(rows: Sequence[Row], device: torch.device) -> list[Group]:
     if any(row.blocks[0].mode == "causal" and row.length > 1 for row in rows):
         return []
     groups = groups_of([(row.length, row.past + row.length) for row in rows])
-    return groups if device.type == "cpu" or len(groups) <= MAX_GROUPS else []
+    worth_it = len(groups) <= MAX_GROUPS or min(g.queries for g in groups) >= MANY_QUERIES
+    return groups if device.type == "cpu" or worth_it else []
 
 
 def _mask(rows: Sequence[Row], laid: list, queries: int, keys: int, device: torch.device) -> Tensor:

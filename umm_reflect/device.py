@@ -81,3 +81,10 @@ def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
     if full not in get_args(DtypeName):
         raise UsageError(f"there is no dtype '{name}'", f"One of {', '.join(get_args(DtypeName))}.")
     return getattr(torch, full)
+
+
+def give_back(device: torch.device) -> None:
+    """Memory that torch keeps for later tensors goes back to the device: between two phases that
+    need differently shaped ones, and for whoever else is on it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

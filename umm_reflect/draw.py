@@ -18,14 +18,18 @@ from torch import Tensor
 
 from umm_reflect import batch as batching
 from umm_reflect.cache import KVCache, assemble
-from umm_reflect.context import Context
+from umm_reflect.config import BagelConfig
+from umm_reflect.context import Context, Segment
 from umm_reflect.flow import DrawSettings, cps_step, guide, sde_step
 from umm_reflect.images import check_drawn_size, to_pil, unpatchify_latent
-from umm_reflect.layout import Row, vae_block
+from umm_reflect.layout import Row, segment_length, vae_block
 from umm_reflect.prefill import Engine
 
 # The VAE decodes at most this many pixels at once (16 pictures of 512²).
 DECODE_PIXELS = 16 * 512 * 512
+# Keys and values that a batch of drawings may hold, in bytes; more requests are drawn in parts. It
+# is far more than what fills a GPU: parts cost no time.
+DRAW_BYTES = 24 << 30
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,9 @@ def draw(
     per_request = (
         [settings] * len(requests) if isinstance(settings, DrawSettings) else list(settings)
     )
+    parts = fitting_parts(engine.bagel.config, requests, engine.bagel.dtype.itemsize)
+    if len(parts) > 1 and per_request[0].norm_over != "call":
+        return _draw_parts(engine, parts, requests, per_request, on_step, truncate)
     flow = Denoiser(engine, requests, per_request[0])
     x = flow.noise()
     times = per_request[0].times
@@ -127,6 +134,50 @@ def draw(
     ]
 
 
+def _draw_parts(engine, parts, requests, settings, on_step, truncate) -> list[Drawn]:
+    drawn: list[Drawn] = []
+    for part in parts:
+        before, own = len(drawn), len(part)
+
+        def shown(done: int, steps: int, before: int = before, own: int = own) -> None:
+            if on_step is not None:
+                on_step((before * steps + own * done) // len(requests), steps)
+
+        mine = [requests[r] for r in part], [settings[r] for r in part]
+        drawn += draw(engine, *mine, on_step=shown, truncate=truncate)
+    return drawn
+
+
+def fitting_parts(
+    config: BagelConfig, requests: Sequence[DrawRequest], item: int
+) -> list[list[int]]:
+    """Neighbouring requests whose keys and values are at most DRAW_BYTES together, as they lie in a
+    batch: every branch as long as the longest. item: bytes of a number. A large one is alone.
+    """
+    llm = config.llm
+    known: dict[Segment, int] = {}
+    token = 2 * llm.num_layers * llm.num_kv_heads * llm.head_dim * item
+
+    def length(context: Context) -> int:
+        for segment in context.segments:
+            if segment not in known:
+                known[segment] = segment_length(segment, config)
+        return sum(known[segment] for segment in context.segments)
+
+    parts: list[list[int]] = []
+    rows = longest = 0
+    for r, request in enumerate(requests):
+        branches = (request.conditional, request.text_uncond, request.image_uncond)
+        lengths = [length(branch) for branch in branches if branch is not None]
+        height, width = (side // config.latent_stride for side in request.size)
+        rows, longest = rows + len(lengths), max(longest, max(lengths) + height * width + 2)
+        if not parts or rows * longest * token > DRAW_BYTES:
+            parts.append([])
+            rows, longest = len(lengths), max(lengths) + height * width + 2
+        parts[-1].append(r)
+    return parts
+
+
 def euler_steps(
     x: Sequence[Tensor], v: Sequence[Tensor], which: Sequence[int], t: Tensor, t_next: Tensor
 ) -> list[Tensor]:
@@ -154,19 +205,19 @@ class Denoiser:
         self.branches = [self._branches(request) for request in requests]
 
         contexts, owner = [request.conditional for request in requests], list(range(len(requests)))
-        self.row_of: list[tuple[int, int | None, int | None]] = []
-        for r, (text, image) in enumerate(self.branches):
-            rows: list[int | None] = []
-            for branch in (text, image):
-                if branch is None:
-                    rows.append(None)
-                elif rows and rows[0] is not None and branch == text:
-                    rows.append(rows[0])
-                else:
-                    rows.append(len(contexts))
-                    contexts.append(branch)
-                    owner.append(r)
-            self.row_of.append((r, *rows))
+        rows: list[list[int | None]] = [[r, None, None] for r in owner]
+        # branches of a kind are neighbours, since their contexts are often of one length
+        for which in (0, 1):
+            for r, both in enumerate(self.branches):
+                if both[which] is None:
+                    continue
+                if which == 1 and both[1] == both[0]:
+                    rows[r][2] = rows[r][1]
+                    continue
+                rows[r][1 + which] = len(contexts)
+                contexts.append(both[which])
+                owner.append(r)
+        self.row_of: list[tuple[int, int | None, int | None]] = [tuple(row) for row in rows]
         caches = engine.caches(contexts)
         lengths = [self.grids[r][0] * self.grids[r][1] + 2 for r in owner]
         self.workspace = assemble(

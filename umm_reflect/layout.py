@@ -116,6 +116,20 @@ def segment_blocks(
     return blocks
 
 
+def segment_length(segment: TextSegment | ImageSegment, config: BagelConfig) -> int:
+    """How many tokens its blocks have together."""
+    if isinstance(segment, TextSegment):
+        return len(segment.ids) + 2
+    length = 0
+    if segment.has_vae:
+        rows, cols = latent_grid(segment, config)
+        length += rows * cols + 2
+    if segment.has_vit:
+        height, width = segment.vit_pixels.shape[-2:]
+        length += (height // config.vit.patch_size) * (width // config.vit.patch_size) + 2
+    return length
+
+
 def latent_grid(segment: ImageSegment, config: BagelConfig) -> tuple[int, int]:
     """Rows and columns of latent tokens of an image; raises ValueError when the model's grid
     cannot hold them.

@@ -35,6 +35,7 @@ class Run:
     turn_tokens: int = 512
     vit_tokens: int | None = None  # tokens of a picture that is looked at; None: as many as fit
     full_view: bool = False
+    keep_bytes: int | None = None  # of `prefill.Engine`; None: whatever was read stays
 
 
 @dataclass(frozen=True)
@@ -95,21 +96,27 @@ def plan_memory(config: BagelConfig, run: Run, dtype: torch.dtype, cuda: bool = 
     seen = conversation if run.full_view else image_tokens + edit_text
     rows = 3
 
+    from umm_reflect.draw import DECODE_PIXELS, DRAW_BYTES
+
     token_bytes = 2 * llm.num_layers * llm.num_kv_heads * llm.head_dim * item
     drawing = rows * (seen + latent_tokens)
+    # more pictures than fit are drawn in parts
+    together = min(run.batch_size, max(1, DRAW_BYTES // (drawing * token_bytes)))
     layer = 6 * llm.hidden_size + 3 * llm.intermediate_size
     pixels = run.size[0] * run.size[1]
     widest = 2 * config.vae.ch  # channels at full resolution inside the VAE
     parts = {f"weights: {name}": count * item for name, count in parameter_counts(config).items()}
     parts["conversation cache"] = run.batch_size * conversation * token_bytes
-    parts["cache of what edits see"] = run.batch_size * apart * token_bytes
-    parts["cache while drawing or speaking"] = (
-        run.batch_size * max(drawing, conversation) * token_bytes
-    )
-    parts["working memory"] = run.batch_size * max(
-        rows * latent_tokens * layer * item,
-        4 * pixels * widest * item,
-        llm.vocab_size * 4 * 2,
+    seen_by_edits = run.batch_size * apart * token_bytes
+    if run.keep_bytes is not None:
+        seen_by_edits = min(seen_by_edits, max(0, run.keep_bytes - parts["conversation cache"]))
+    parts["cache of what edits see"] = seen_by_edits
+    speaking = run.batch_size * conversation
+    parts["cache while drawing or speaking"] = max(together * drawing, speaking) * token_bytes
+    parts["working memory"] = max(
+        together * rows * latent_tokens * layer * item,
+        max(pixels, min(run.batch_size * pixels, DECODE_PIXELS)) * 4 * widest * item,
+        run.batch_size * llm.vocab_size * 4 * 2,
     )
     if cuda:
         parts["runtime"] = RUNTIME_BYTES

@@ -50,6 +50,8 @@ class MergeConfig:
     """Number format of the merged matrices: the base's own (the release: bfloat16), or float32."""
     device: Literal["auto", "cuda", "cpu", "mps", "npu"] = "auto"
     """Where the check runs."""
+    push_to_hub: str | None = None
+    """OWNER/NAME: what came out goes there in the end, into a private repository."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,14 @@ def main(argv: Sequence[str]) -> int:
     config = parse(MergeConfig, argv, "umm-reflect merge")
     from umm_reflect.device import resolve_device
     from umm_reflect.hub import resolve
+    from umm_reflect.push import open_repo, push
 
     out = config.output_dir
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UsageError(f"output-dir {out} is not empty", "Name a new folder.")
     device = resolve_device(config.device)
+    if config.push_to_hub is not None:
+        open_repo(config.push_to_hub)
     base, adapter = resolve(config.model), resolve(config.adapter)
     check = merge(base, adapter, out, dtype=config.dtype, device=device)
     print(
@@ -104,6 +109,8 @@ def main(argv: Sequence[str]) -> int:
         f"{check.lost:.2%} of that is lost to rounding"
     )
     print(out)
+    if config.push_to_hub is not None:
+        print(push(out, config.push_to_hub))
     return 0
 
 
