@@ -79,6 +79,8 @@ class Updater:
         for _ in range(config.passes):
             for chunk in parts:
                 totals = self._totals(chunk)
+                if not any(head.items for head in totals.values()):
+                    continue  # nobody has a word or a state: not even the moments may move weights
                 for part in chunk:
                     if stopped() and not done.updates:
                         return None
@@ -206,6 +208,8 @@ class Updater:
             head, _, what = name.partition("/")
             found.setdefault(head, {})[what] = value
         metrics = {f"{h}/{n}": v for h, part in found.items() for n, v in report(part).items()}
+        for name in metrics.keys() & {"text/loss", "flow/loss"}:  # each update's is whole
+            metrics[name] /= len(norms)
         if norms:
             metrics["grad_norm"] = float(torch.stack(norms).mean())
         return {**metrics, "skipped_updates": float(skipped), "updates": float(len(norms))}

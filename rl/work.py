@@ -111,7 +111,7 @@ def rollout_work(
         shared = trajectory.first
         if shared is not None and id(shared) not in drawn:
             drawn.add(id(shared))
-            counter.drawing(shared, first)
+            counter.drawing(shared, first if trajectory.source is None else edit)
         for step in trajectory.steps:
             if step.transition is not None:
                 counter.drawing(step.transition, edit)

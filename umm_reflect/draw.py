@@ -88,43 +88,69 @@ def draw(
     states: list[list[Tensor]] = [[] for _ in requests]
     stamps: list[list[float]] = [[] for _ in requests]
     logprobs: list[list[Tensor]] = [[] for _ in requests]
+    none = torch.zeros(0, device=engine.bagel.device)
     steps = len(times) - 1
     for step in range(steps):
         t, t_next = times[step], times[step + 1]
         v = flow.velocity(x, t)
-        plain = [r for r, own in enumerate(per_request) if not own.stochastic(step)]
+        noisy = [own.stochastic(step) for own in per_request]
+        plain = [r for r, is_noisy in enumerate(noisy) if not is_noisy]
         for r, moved in zip(plain, euler_steps(x, v, plain, t, t_next), strict=True):
             x[r] = moved
-        for r, (own, request) in enumerate(zip(per_request, requests, strict=True)):
-            if not own.stochastic(step):
-                continue
-            noise = torch.randn(x[r].shape, generator=request.generator).to(x[r].device)
+        for own, members in _alike_steps(per_request, noisy, x):
+            noise = [torch.randn(x[r].shape, generator=requests[r].generator) for r in members]
+            ways = (torch.stack([of[r] for r in members]) for of in (x, v))
+            z = torch.stack(noise).to(engine.bagel.device)
             taken = (
-                cps_step(x[r], v[r], t, t_next, own.noise_level, noise)
+                cps_step(*ways, t, t_next, own.noise_level, z)
                 if own.step_kind == "cps"
-                else sde_step(x[r], v[r], t, t_next, own.noise_level, noise, own.sigma)
+                else sde_step(*ways, t, t_next, own.noise_level, z, own.sigma)
             )
-            if not states[r]:
-                states[r].append(x[r])
-                stamps[r].append(float(t))
-            x[r] = taken.x_next
-            states[r].append(x[r])
-            stamps[r].append(float(t_next))
-            logprobs[r].append(taken.logprob)
+            for r, moved, logprob in zip(members, taken.x_next, taken.logprob, strict=True):
+                if not states[r]:
+                    states[r].append(x[r])
+                    stamps[r].append(float(t))
+                x[r] = moved
+                states[r].append(moved)
+                stamps[r].append(float(t_next))
+                logprobs[r].append(logprob)
         if on_step is not None:
             on_step(step + 1, steps)
     pixels = decode(engine, x, [request.size for request in requests])
+    latent = to_host(x)
+    window = [
+        to_host([torch.stack(seen) if seen else none for seen in of]) for of in (states, logprobs)
+    ]
     return [
         Drawn(
             pixels=pixels[r],
             image=to_pil(pixels[r], truncate),
-            latent=x[r].cpu(),
-            latents=torch.stack(states[r]).cpu() if states[r] else torch.zeros(0),
+            latent=latent[r],
+            latents=window[0][r],
             times=torch.tensor(stamps[r]),
-            logprobs=torch.stack(logprobs[r]).cpu() if logprobs[r] else torch.zeros(0),
+            logprobs=window[1][r],
         )
         for r in range(len(requests))
     ]
+
+
+def _alike_steps(
+    settings: Sequence[DrawSettings], noisy: Sequence[bool], x: Sequence[Tensor]
+) -> list[tuple[DrawSettings, list[int]]]:
+    """Requests whose stochastic step is one call: the same rule, equally many latent tokens."""
+    groups: dict[tuple, tuple[DrawSettings, list[int]]] = {}
+    for r, own in enumerate(settings):
+        if noisy[r]:
+            rule = (own.step_kind, own.noise_level, own.sigma, len(x[r]))
+            groups.setdefault(rule, (own, []))[1].append(r)
+    return list(groups.values())
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of one dtype and device on the CPU, by one transfer, each in memory of its own."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(t.shape).clone() for part, t in zip(parts, tensors, strict=True)]
 
 
 def euler_steps(
@@ -210,11 +236,12 @@ class Denoiser:
 
     def noise(self) -> list[Tensor]:
         """The first state of every request from its own generator: [n, C] fp32."""
-        channels = self.bagel.config.latent_dim
-        return [
-            torch.randn(rows * cols, channels, generator=request.generator).to(self.bagel.device)
-            for (rows, cols), request in zip(self.grids, self.requests, strict=True)
+        channels, lengths = self.bagel.config.latent_dim, [rows * cols for rows, cols in self.grids]
+        drawn = [
+            torch.randn(length, channels, generator=request.generator)
+            for length, request in zip(lengths, self.requests, strict=True)
         ]
+        return list(torch.cat(drawn).to(self.bagel.device).split(lengths))
 
     def branch_velocities(self, x: Sequence[Tensor], t: Tensor, *, guided: bool) -> list[Tensor]:
         """Raw velocities [n, C] of every row of the batch (conditional rows only, unless
