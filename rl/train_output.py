@@ -67,6 +67,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "entropy of words": ("text/entropy",),
     "words: ratio's largest": ("text/ratio_max",),
     "images: ratio's largest": ("flow/ratio_max",),
+    "learner from sampler": ("text/mismatch_max", "flow/mismatch_max"),
     "clipped": ("text/clip_fraction", "flow/clip_fraction"),
     "distance from the rollout": ("text/approx_kl", "flow/approx_kl"),
     "KL to the reference": ("text/kl", "flow/kl"),

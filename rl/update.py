@@ -25,7 +25,6 @@ from rl.replay import ReplayBatch, State, Unit, batches, lay_out, logprobs_of, n
 from rl.rollout import RolloutPolicy, own_images
 from rl.train_config import Config
 from rl.types import Rollout, Scored
-from umm_reflect.flow import interpolate
 from umm_reflect.profile import ReflectionProfile
 from umm_reflect.rng import stream
 from umm_reflect.training.flops import Work
@@ -134,7 +133,7 @@ class Updater:
             clean = transition.latent
             for t in times:
                 noise = torch.randn(clean.shape, generator=generator)
-                states.append(State(number, interpolate(clean, noise, t), float(t), clean))
+                states.append(State.noised(number, clean, noise, float(t)))
         return states
 
     # --- what losses compare with -----------------------------------------------------------------

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import rl.reward
 import rl.train
 import rl.train_output
 import rl.update
 from eval.rewards import registry
 from eval.verdict import Verdict
+from rl.advantage import PRESETS
 from rl.objectives import TextSettings
 from rl.train import Run, main
 from rl.train_config import RECIPES, config_of
@@ -136,6 +138,8 @@ def test_several_passes_and_mini_batches_are_off_the_old_policy(toy, tmp_path, n
     assert lines
     assert lines[0]["updates"] == 4
     assert lines[0]["text/ratio_max"] > 1.001
+    for head in ("text", "flow"):  # the old policy is the sampler, whatever has been learned since
+        assert 0 <= lines[0][f"{head}/mismatch_max"] < 1e-4 < lines[0][f"{head}/drift_max"]
 
 
 def test_in_a_single_update_the_learner_is_its_own_old_policy_without_another_forward(
@@ -327,6 +331,12 @@ def test_published_constants_stand_in_the_recipes():
     assert (release.text.kl, release.flow.clip_high, release.optimizer.lr) == (1e-4, 0.1, 5e-6)
     pick = config_of(["--recipe", "pickscore-lora"], "test")
     assert (pick.rollout.groups, pick.rollout.first.noise_level, pick.updates) == (48, 1.3, 2)
+    presets = {"reflection-release": "release", "nft": "nft"}
+    presets |= dict.fromkeys(("spectra-awm", "self-spectra-awm"), "awm")
+    named = ("ocr-lora", "ocr-lora-npu", "pickscore-lora", "pickscore-full")
+    for name, preset in (presets | dict.fromkeys(named, "verl")).items():
+        assert config_of(["--recipe", name], "test").advantage == PRESETS[preset], name
+    assert release.reward == rl.reward.PRESETS["release"]
     spectra = config_of(["--recipe", "spectra-awm"], "test")
     assert (spectra.lora.rank, spectra.lora.alpha, spectra.guided) == (32, 64.0, False)
 

@@ -163,6 +163,23 @@ def euler_steps(
     return list(torch._foreach_sub([x[r] for r in which], moved))
 
 
+def unconditional(
+    conditional: Context,
+    text_uncond: Context | None,
+    image_uncond: Context | None,
+    settings: DrawSettings,
+) -> tuple[Context | None, Context | None]:
+    """Of the branches without the text and without the images those that a guided step has to run;
+    None where one is folded or off. Two that are equal are one run."""
+
+    def differing(context: Context | None) -> Context | None:
+        return None if context is None or context == conditional else context
+
+    text = differing(text_uncond) if settings.text_scale > 1 else None
+    both = min(settings.text_scale, settings.image_scale) > 1
+    return text, differing(image_uncond) if both else None
+
+
 class Denoiser:
     """The velocity of a batch of pictures under guidance, with all contexts read and their KV in
     place.
@@ -177,7 +194,9 @@ class Denoiser:
         self.grids = [
             tuple(s // config.latent_stride for s in request.size) for request in requests
         ]
-        self.branches = [self._branches(request) for request in requests]
+        self.branches = [
+            unconditional(r.conditional, r.text_uncond, r.image_uncond, settings) for r in requests
+        ]
 
         contexts, owner = [request.conditional for request in requests], list(range(len(requests)))
         self.row_of: list[tuple[int, int | None, int | None]] = []
@@ -203,21 +222,6 @@ class Denoiser:
         self.plain_rows = (
             self.all_rows if len(contexts) == len(requests) else self._plan(caches, len(requests))
         )
-
-    def _branches(self, request: DrawRequest) -> tuple[Context | None, Context | None]:
-        """The unconditional contexts that have to be run for this request."""
-        settings = self.settings
-
-        def differing(context: Context | None) -> Context | None:
-            return None if context is None or context == request.conditional else context
-
-        text = differing(request.text_uncond) if settings.text_scale > 1 else None
-        image = (
-            differing(request.image_uncond)
-            if min(settings.text_scale, settings.image_scale) > 1
-            else None
-        )
-        return text, image
 
     def _plan(self, caches: Sequence[KVCache], count: int) -> batching.RowBatch:
         bagel = self.bagel
