@@ -7,7 +7,6 @@ import pytest
 
 from tests.tiny import write_tiny_checkpoint
 from umm_reflect import Bagel
-from umm_reflect.cache import _rows_of_links
 from umm_reflect.context import Context
 from umm_reflect.generate import Engine
 from umm_reflect.prefill import _forks
@@ -62,16 +61,3 @@ def test_contexts_fork_where_another_leaves_them_or_ends():
         "q": [0],
     }
     assert _forks(["abc"]) == {"abc": []}
-
-
-def test_what_neighbours_share_is_copied_once_for_all_of_them(bagel):
-    star = conversation(bagel, "star")
-    siblings = [star.prefix(2) + bagel.tokens.segment(word) for word in ("one", "two", "three")]
-    stranger = conversation(bagel, "moon").prefix(1)
-    caches = Engine(bagel).caches([*siblings[:2], stranger, siblings[2]])
-    copied = [(len(link.links()), rows) for link, rows in _rows_of_links(caches)]
-    assert sorted(copied, key=lambda entry: (entry[0], entry[1].start)) == [
-        *((1, slice(0, 2)), (1, slice(2, 3)), (1, slice(3, 4))),  # star, moon, star again
-        *((2, slice(0, 2)), (2, slice(3, 4))),
-        *((3, slice(0, 1)), (3, slice(1, 2)), (3, slice(3, 4))),
-    ]

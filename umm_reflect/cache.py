@@ -10,7 +10,7 @@ until a batch is assembled for a forward (`assemble`, once per say or draw, not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -78,25 +78,11 @@ def assemble(
         device=device,
         dtype=dtype,
     )
-    for link, rows in _rows_of_links(caches):
-        start = link.length - link.chunk.shape[2]
-        workspace.kv[:, :, rows, start : link.length] = link.chunk.unsqueeze(2)
-    return workspace
-
-
-def _rows_of_links(caches: Sequence[KVCache]) -> Iterator[tuple[KVCache, slice]]:
-    """Every link of every cache with the neighbouring rows that hold it: a prefix that siblings
-    share is copied by one launch."""
-    runs: dict[int, tuple[KVCache, int, int]] = {}
     for row, cache in enumerate(caches):
         for link in cache.links():
-            _, first, end = runs.get(id(link), (link, row, row))
-            if end != row:
-                yield link, slice(first, end)
-                first = row
-            runs[id(link)] = link, first, row + 1
-    for link, first, end in runs.values():
-        yield link, slice(first, end)
+            start = link.length - link.chunk.shape[2]
+            workspace.kv[:, :, row, start : link.length] = link.chunk
+    return workspace
 
 
 def extract(workspace: Workspace, row: int, start: int, end: int) -> Tensor:
