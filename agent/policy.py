@@ -30,9 +30,12 @@ from umm_reflect.context import ImageSegment, TextSegment
 
 if TYPE_CHECKING:
     from umm_reflect.flow import DrawSettings
-    from umm_reflect.generate import Said
+    from umm_reflect.generate import Said, StopRule
     from umm_reflect.hub import ReflectionProfile
     from umm_reflect.model import Bagel
+
+# Every so many tokens of a turn it is asked whether it repeats itself.
+LOOPS_EVERY = 8
 
 OnToken = Callable[[int, str], None]
 OnStep = Callable[[int, int], None]
@@ -169,8 +172,10 @@ class BagelPolicy:
     def _size(self, base: Image.Image | None) -> tuple[int, int]:
         return self.profile.size if base is None else self.profile.transforms.drawn_size(base)
 
-    def _stop_rule(self, options: Options) -> Callable[[list[int]], bool] | None:
+    def _stop_rule(self, options: Options) -> StopRule | None:
         """After which ids a turn ends, beyond the end token."""
+        from umm_reflect.generate import StopRule
+
         tokens = self.bagel.tokens
         lines, loops = options.stop_at_line, options.stop_repeated_text
 
@@ -178,9 +183,10 @@ class BagelPolicy:
             at_line = lines and ids[-1] in tokens.line_ends
             if at_line and protocol.payload_ended(tokens.decode(ids)):
                 return True
-            return loops and len(ids) % 8 == 0 and guards.repeats_itself(ids)
+            return loops and len(ids) % LOOPS_EVERY == 0 and guards.repeats_itself(ids)
 
-        return ended if lines or loops else None
+        after = tokens.line_ends if lines else frozenset()
+        return StopRule(ended, after, LOOPS_EVERY if loops else 0) if lines or loops else None
 
     def _turn(self, ask, forced, answer: Said, options, seconds) -> Turn:
         ids = answer.sampled_ids

@@ -99,7 +99,7 @@ class RunName:
 
 # Settings that say where a run happens, or that `RunName` says better.
 PLACE_SETTINGS = ("output_dir", "batch_size", "device", "dtype", "attn", "model", "adapter")
-PLACE_SETTINGS += ("prompt", "prompts_file", "sample", "image")
+PLACE_SETTINGS += ("prompt", "prompts_file", "sample", "image", "capture")
 
 
 def may_take(folder: str | Path, run: RunName, about: About) -> bool:

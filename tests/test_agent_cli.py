@@ -49,6 +49,15 @@ def test_a_run_leaves_a_trace_and_a_story_and_says_where(run, tmp_path, capsys):
     assert len(about["model_sha256"]) == 64
 
 
+def test_captured_graphs_are_switched_on_by_a_flag(run, monkeypatch):
+    seen, load = [], cli.Run.load
+    monkeypatch.setattr(cli.Run, "load", lambda self: (load(self), seen.append(self.bagel.capture)))
+    for words in ([], ["--capture"]):
+        assert run("reflect", "two red circles", "--max-tokens", "2", *words) == 0
+    assert run("generate", "two red circles") == 0
+    assert seen == [False, None, False]
+
+
 def test_a_run_repeats_from_any_of_its_images(run, tmp_path):
     words = ("two red circles", "--max-tokens", "20", "--seed", "3", "--sample", "7")
     assert run("reflect", *words) == 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.counted import counted, picture, ragged
 from tests.tiny import write_tiny_checkpoint
 from umm_reflect import Bagel, prefill
-from umm_reflect.cache import EMPTY
+from umm_reflect.cache import EMPTY, assemble
 from umm_reflect.context import Context
 from umm_reflect.generate import DrawRequest, DrawSettings, Engine, Said, draw, say
 from umm_reflect.rng import stream
@@ -148,6 +148,23 @@ def test_truncation_goes_back_to_the_end_of_a_segment_and_only_there():
         message = rf"cut a cache of 9 tokens at {length}: segments end at \[3, 5, 9\]"
         with pytest.raises(ValueError, match=message):
             cache.truncate(length)
+
+
+def test_a_workspace_holds_every_row_whoever_shares_its_links(bagel):
+    shared, other = EMPTY.append(chunk(3, 1.0), 3), EMPTY.append(chunk(1, 2.0), 1)
+    caches = [shared.append(chunk(2, 3.0), 5), shared, other, EMPTY, shared, shared]
+    kv_of = assemble(caches, 1, bagel.config.llm, device="cpu", dtype=torch.float32).kv
+    assert kv_of.shape == (2, 2, 6, 6, 2, 8)
+    rows = kv_of[1, 0, :, :, 1, 7].tolist()
+    start = [1.0] * 3 + [0.0] * 3
+    assert rows == [
+        [1.0] * 3 + [3.0] * 2 + [0.0],
+        start,
+        [2.0] + [0.0] * 5,
+        [0.0] * 6,
+        start,
+        start,
+    ]
 
 
 def test_saying_and_drawing_write_nothing_into_the_caches_that_they_start_from(bagel):

@@ -101,8 +101,8 @@ class Attend:
     rows, queries: B and Q. place_T: flat query place row * Q + i of every token, understanding
     tokens first; None when the batch is rectangular (`split` tokens of each expert in every row,
     in that order). workspace and write_T: where keys and values are kept; without one, keys are
-    the batch's own tokens (training). mask: [B, 1, Q, S] bool or None (every group sees all of its
-    keys).
+    the batch's own tokens (training). mask: [B, 1, Q, S] bool, or 0 and -inf in the queries'
+    number type, or None (every group sees all of its keys).
     """
 
     rows: int
@@ -162,7 +162,8 @@ class Attend:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: Backend) -> Tensor:
-    """q: [B, Q, H, D]; k, v: [B, S, K, D]; mask: [B, 1, Q, S] bool, True = may see → [B, Q, H, D].
+    """q: [B, Q, H, D]; k, v: [B, S, K, D]; mask: [B, 1, Q, S] bool, True = may see, or what to
+    add to the scores → [B, Q, H, D].
 
     Grouped-query heads are folded into the query length where no query-dependent mask forbids it,
     so that keys are never repeated and every kernel serves every head ratio.

@@ -78,11 +78,26 @@ def assemble(
         device=device,
         dtype=dtype,
     )
+    rows_of: dict[KVCache, list[int]] = {}
     for row, cache in enumerate(caches):
         for link in cache.links():
-            start = link.length - link.chunk.shape[2]
-            workspace.kv[:, :, row, start : link.length] = link.chunk
+            rows_of.setdefault(link, []).append(row)
+    for link, rows in rows_of.items():
+        slots_of_link = slice(link.length - link.chunk.shape[2], link.length)
+        for first, last in _runs(rows):  # neighbours that share a link get it in one copy
+            workspace.kv[:, :, first : last + 1, slots_of_link] = link.chunk[:, :, None]
     return workspace
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last of each run of consecutive ones among ascending numbers."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs
 
 
 def extract(workspace: Workspace, row: int, start: int, end: int) -> Tensor:

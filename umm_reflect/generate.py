@@ -6,12 +6,22 @@
     request = DrawRequest(context, text_uncond, image_uncond, (512, 512), generator)
     [drawn] = draw(engine, [request], settings)
 
-They live in prefill.py, say.py and draw.py.
+They live in prefill.py, say.py (its steps: decode.py) and draw.py.
 """
 
 from umm_reflect.draw import Drawn, DrawRequest, draw
 from umm_reflect.flow import DrawSettings
 from umm_reflect.prefill import Engine
-from umm_reflect.say import Said, Trie, say
+from umm_reflect.say import Said, StopRule, Trie, say
 
-__all__ = ["DrawRequest", "DrawSettings", "Drawn", "Engine", "Said", "Trie", "draw", "say"]
+__all__ = [
+    "DrawRequest",
+    "DrawSettings",
+    "Drawn",
+    "Engine",
+    "Said",
+    "StopRule",
+    "Trie",
+    "draw",
+    "say",
+]

@@ -10,16 +10,14 @@ Randomness comes from one generator a sample, so nothing depends on what else is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from umm_reflect import batch as batching
-from umm_reflect.attention import Attend, Group
-from umm_reflect.cache import KVCache, assemble
-from umm_reflect.layout import Row, text_block
+from umm_reflect.cache import KVCache
+from umm_reflect.decode import make_decoder
 from umm_reflect.model import Bagel
 
 # Nested dictionaries from token id to what may follow; a leaf is empty. {7: {8: {}, 9: {}}} allows
@@ -46,36 +44,51 @@ class Said:
     truncated: bool
 
 
-class _Speaker:
-    """One row while it speaks."""
+@dataclass(frozen=True)
+class StopRule:
+    """When to ask whether a text has ended: after one of `after`, and at every `every`-th id (0:
+    never). It is not asked at other ids, so that hundreds of rows cost nothing.
+    """
 
-    def __init__(self, index: int, trie: Trie | None, force: Sequence[int] | None):
+    ends: Callable[[list[int]], bool]
+    after: Collection[int] = frozenset()
+    every: int = 0
+
+    def __call__(self, ids: list[int]) -> bool:
+        asked = ids[-1] in self.after or (self.every > 0 and len(ids) % self.every == 0)
+        return asked and self.ends(ids)
+
+
+class _Speaker:
+    """One row while it speaks. allowed: of its first ids, as long as it follows a trie."""
+
+    def __init__(self, index: int, trie: Trie | None, most: int):
         self.index = index
         self.trie = trie or None
-        self.force = None if force is None else list(force)
+        self.most = most  # it ends with this many ids
         self.ids: list[int] = []
         self.logprobs: list[float] = []
-        self.allowed: list[tuple[int, ...] | None] = []
-        self.chosen: list[bool] = []
+        self.allowed: list[tuple[int, ...]] = []
 
     def legal(self) -> tuple[int, ...] | None:
         return tuple(sorted(self.trie)) if self.trie else None
 
     def take(self, token: int, logprob: float) -> None:
-        legal = self.legal()
-        self.ids.append(token)
-        self.logprobs.append(0.0 if legal is not None and len(legal) == 1 else logprob)
-        self.allowed.append(legal)
-        self.chosen.append(legal is None or len(legal) > 1)
         if self.trie:
+            legal = self.legal()
+            self.allowed.append(legal)
             self.trie = self.trie[token] or None
+            logprob = 0.0 if len(legal) == 1 else logprob
+        self.ids.append(token)
+        self.logprobs.append(logprob)
 
     def result(self, truncated: bool) -> Said:
+        free = len(self.ids) - len(self.allowed)
         return Said(
             tuple(self.ids),
             tuple(self.logprobs),
-            tuple(self.allowed),
-            tuple(self.chosen),
+            (*self.allowed, *(None,) * free),
+            (*(len(legal) > 1 for legal in self.allowed), *(True,) * free),
             truncated,
         )
 
@@ -97,6 +110,7 @@ def say(
     on_token: Callable[[int, int], None] | None = None,
     on_logits: Callable[[Tensor], None] | None = None,
     support: int | None = None,
+    capture: bool | None = None,
 ) -> list[Said]:
     """Continue each context with a text: the start token, `forced[r]`, then up to `max_tokens`
     sampled ids.
@@ -104,8 +118,11 @@ def say(
     choices: the first sampled ids must follow this trie, with probabilities renormalised over what
     is legal at each step. Then sampling is free: softmax(logits / temperature) over the first
     `support` ids (default: those that the tokenizer can spell). Stops at the end token, at a
-    `stop_ids` token, when `stop_after(ids)` says so, or at the cap. force: ids to take instead of
-    sampling (their log-probs are still the model's). on_token(row, id) streams.
+    `stop_ids` token, when `stop_after(ids)` says so (a `StopRule` names the ids that it is asked
+    at), or at the cap. force: ids to take instead of sampling (their log-probs are still the
+    model's). on_token(row, id) streams; on_logits sees [live rows, vocabulary], which the next step
+    may overwrite. capture: whether steps have static shapes and are captured into CUDA graphs
+    (decode.py); None asks the model: by default on a GPU, for texts that may be long.
 
     Draws one uniform number a token from each row's generator. The caches stay as they are.
     Raises ValueError for a temperature that is not positive, or lengths that differ, and
@@ -121,73 +138,108 @@ def say(
     for name, value in (("forced", forced), ("generators", generators), ("force", force)):
         if value is not None and len(value) != rows:
             raise ValueError(f"{rows} contexts but {len(value)} {name}")
+    if force is not None and not all(len(ids) for ids in force):
+        raise ValueError("force has a row without ids")
     frame, device = bagel.frame, bagel.device
     support = support if support is not None else bagel.tokens.size
     uniform = torch.stack([torch.rand(max_tokens, generator=g) for g in generators]).to(device)
-    speakers = [_Speaker(r, choices, force[r] if force is not None else None) for r in range(rows)]
+    most = [max_tokens] * rows if force is None else [len(ids) for ids in force]
+    speakers = [_Speaker(r, choices, most[r]) for r in range(rows)]
+    forced_ids = None if force is None else _padded(force, max_tokens).to(device)
     done: dict[int, Said] = {}
-    stops = {frame.end, *stop_ids}
+    stops, steps = {frame.end, *stop_ids}, min(max_tokens, max(most))
 
-    pieces = [(frame.start, *ids) for ids in forced]
-    decoder = _Decoder(bagel, caches, pieces, max_tokens)
-    logits = decoder.first
-    for step in range(max_tokens):
-        if on_logits is not None:
-            on_logits(logits)
-        tokens, logprobs = _choose(
-            logits,
-            speakers,
-            uniform[[s.index for s in speakers], step],
-            temperature,
-            greedy,
-            support,
-        )
-        finished = []
-        for place, (speaker, token, logprob) in enumerate(
-            zip(speakers, tokens, logprobs, strict=True)
-        ):
-            speaker.take(token, logprob)
-            if on_token is not None:
-                on_token(speaker.index, token)
-            ended = token in stops or (stop_after is not None and stop_after(speaker.ids))
-            if ended or (speaker.force is not None and len(speaker.ids) == len(speaker.force)):
-                done[speaker.index] = speaker.result(truncated=False)
-                finished.append(place)
-        if step == max_tokens - 1 or len(finished) == len(speakers):
-            break
-        if finished:
-            gone = set(finished)
-            speakers = [s for place, s in enumerate(speakers) if place not in gone]
-            tokens = [t for place, t in enumerate(tokens) if place not in gone]
-            decoder.drop(finished)
-        logits = decoder.step(tokens)
+    decoder = make_decoder(
+        bagel,
+        caches,
+        [(frame.start, *ids) for ids in forced],
+        max_tokens,
+        steps=steps,
+        capture=bagel.capture if capture is None else capture,
+    )
+    try:
+        logits = decoder.first
+        for step in range(max_tokens):
+            if on_logits is not None:
+                on_logits(logits)
+            tokens_R, logprobs_R = _choose(
+                logits,
+                speakers,
+                uniform[:, step],
+                None if forced_ids is None else forced_ids[:, step],
+                temperature,
+                greedy,
+                support,
+            )
+            transfer = _Transfer(tokens_R, logprobs_R)
+            # a static step does not mind which rows have finished: the GPU goes on meanwhile
+            ahead = decoder.ahead and step < steps - 1
+            if ahead:
+                logits = decoder.step(tokens_R)
+            finished = []
+            tokens, logprobs = transfer.lists()
+            for place, (speaker, token, logprob) in enumerate(
+                zip(speakers, tokens, logprobs, strict=True)
+            ):
+                speaker.take(token, logprob)
+                if on_token is not None:
+                    on_token(speaker.index, token)
+                ended = token in stops or (stop_after is not None and stop_after(speaker.ids))
+                if ended or (force is not None and len(speaker.ids) == speaker.most):
+                    done[speaker.index] = speaker.result(truncated=False)
+                    finished.append(place)
+            if step == max_tokens - 1 or len(finished) == len(speakers):
+                break
+            if finished:
+                gone = set(finished)
+                keep = [place for place in range(len(speakers)) if place not in gone]
+                speakers = [speakers[place] for place in keep]
+                keep_R = torch.tensor(keep, device=device)
+                uniform, tokens_R = uniform[keep_R], tokens_R[keep_R.to(tokens_R.device)]
+                forced_ids = None if forced_ids is None else forced_ids[keep_R]
+                decoder.drop(finished)
+                if ahead:
+                    logits = logits[keep_R]
+            if not ahead:
+                logits = decoder.step(tokens_R.to(device))
+    finally:
+        decoder.close()
     for speaker in speakers:
         if speaker.index not in done:
             done[speaker.index] = speaker.result(truncated=True)
     return [done[r] for r in range(rows)]
 
 
+def _padded(force: Sequence[Sequence[int]], length: int) -> Tensor:
+    """[rows, length]: what each row is made to say, then -1."""
+    return torch.tensor([[*ids, *[-1] * length][:length] for ids in force])
+
+
 def _choose(
     logits: Tensor,
     speakers: list[_Speaker],
     uniform: Tensor,
+    forced: Tensor | None,
     temperature: float,
     greedy: bool,
     support: int,
-) -> tuple[list[int], list[float]]:
+) -> tuple[Tensor, Tensor]:
     """One token a row by inverse transform of its own uniform number, and its log-prob (fp32).
 
-    Raises FloatingPointError where the log-prob of what was taken is no number.
+    forced: a row's token where that is given, else -1.
     """
     scores = logits.float()
     scores[:, support:] = -torch.inf
-    legal = [s.legal() for s in speakers]
-    if any(ids is not None for ids in legal):
-        closed = torch.zeros(scores.shape, dtype=torch.bool)
-        for row, ids in enumerate(legal):
+    if any(speaker.trie for speaker in speakers):
+        # rows mostly stand at the same place of the trie: one line of the table for all of them
+        lines: dict[tuple[int, ...] | None, int] = {}
+        line_of = [lines.setdefault(speaker.legal(), len(lines)) for speaker in speakers]
+        closed = torch.zeros(len(lines), scores.shape[-1], dtype=torch.bool)
+        for ids, line in lines.items():
             if ids is not None:
-                closed[row] = True
-                closed[row, list(ids)] = False
+                closed[line] = True
+                closed[line, list(ids)] = False
+        closed = closed[line_of] if len(lines) > 1 else closed
         scores = scores.masked_fill(closed.to(scores.device), -torch.inf)
     if not greedy:
         scores = scores / temperature
@@ -201,91 +253,32 @@ def _choose(
         goal = uniform.double()[:, None] * mass[:, -1:]
         tokens = torch.searchsorted(mass, goal, right=True).squeeze(-1)
         tokens = tokens.clamp_max(scores.shape[-1] - 1)  # logits that are no numbers lead beyond
-    for row, speaker in enumerate(speakers):
-        if speaker.force is not None:
-            tokens[row] = speaker.force[len(speaker.ids)]
-    picked = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
-    both = torch.stack([tokens.double(), picked.double()]).tolist()  # one transfer a step
-    if any(math.isnan(logprob) for logprob in both[1]):
-        raise FloatingPointError(
-            "the model's words have no probability: the weights or the number type are broken; "
-            "try --dtype float32"
-        )
-    return [int(t) for t in both[0]], both[1]
+    if forced is not None:
+        forced = forced.to(tokens.device)
+        tokens = torch.where(forced >= 0, forced, tokens)
+    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
-class _Decoder:
-    """A batch of contexts that grow by one token a row and step, in place."""
+class _Transfer:
+    """The tokens and log-probs of a step on their way to the host: one copy, waited for late."""
 
-    def __init__(self, bagel: Bagel, caches: Sequence[KVCache], pieces: list, max_tokens: int):
-        self.bagel = bagel
-        rows = [
-            Row((text_block(ids, cache.position),), cache.length)
-            for ids, cache in zip(pieces, caches, strict=True)
-        ]
-        device = bagel.device
-        self.workspace = assemble(
-            caches,
-            [row.length + max_tokens for row in rows],
-            bagel.config.llm,
-            device=device,
-            dtype=bagel.dtype,
-        )
-        batch = batching.build(
-            rows,
-            latent_grid_side=bagel.config.latent_grid_side,
-            device=device,
-            workspace=self.workspace,
-            backend=bagel.attn,
-        )
-        x_UD = bagel.embed_ids(batch.ids_U)
-        hidden, _ = bagel(x_UD, x_UD[:0], batch.position_T, batch.attend)
-        self.first = bagel.logits(hidden[batch.last_R])
-        self.lengths = [row.past + row.length for row in rows]
-        self.positions = [
-            cache.position + row.length for cache, row in zip(caches, rows, strict=True)
-        ]
-        self._upload()
+    def __init__(self, tokens_R: Tensor, logprobs_R: Tensor):
+        self._both = torch.stack([tokens_R.double(), logprobs_R.double()])
+        self._arrived: torch.cuda.Event | None = None
+        if self._both.is_cuda:
+            host = torch.empty(self._both.shape, dtype=self._both.dtype, pin_memory=True)
+            host.copy_(self._both, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(self._both.device).record_event()
+            self._both = host
 
-    def _upload(self) -> None:
-        device = self.bagel.device
-        self._slots = torch.tensor(self.lengths, device=device)
-        self._position = torch.tensor(self.positions, device=device)
-        self._rows = torch.arange(len(self.lengths), device=device)
-        self._base = self._rows * self.workspace.slots
-
-    def drop(self, places: Sequence[int]) -> None:
-        """Rows that have finished leave the batch."""
-        gone = set(places)
-        keep = [i for i in range(len(self.lengths)) if i not in gone]
-        self.lengths = [self.lengths[i] for i in keep]
-        self.positions = [self.positions[i] for i in keep]
-        self.workspace = self.workspace.rows(keep)
-        self._upload()
-
-    def step(self, tokens: list[int]) -> Tensor:
-        """Feed one token a live row; returns the next logits [rows, vocabulary]."""
-        bagel = self.bagel
-        rows, keys = len(self.lengths), max(self.lengths) + 1
-        groups, mask = (Group(0, rows, 1, keys),), None
-        if len(set(self.lengths)) > 1:
-            seen = torch.arange(keys, device=bagel.device)[None] <= self._slots[:, None]
-            groups, mask = (), seen[:, None, None, :]
-        attend = Attend(
-            rows=rows,
-            queries=1,
-            place_T=self._rows,
-            mask=mask,
-            groups=groups,
-            workspace=self.workspace,
-            write_T=self._base + self._slots,
-            keys=keys,
-            backend=bagel.attn,
-        )
-        x_UD = bagel.embed_ids(torch.tensor(tokens, device=bagel.device))
-        hidden, _ = bagel(x_UD, x_UD[:0], self._position, attend)
-        self.lengths = [length + 1 for length in self.lengths]
-        self.positions = [position + 1 for position in self.positions]
-        self._slots = self._slots + 1
-        self._position = self._position + 1
-        return bagel.logits(hidden)
+    def lists(self) -> tuple[list[int], list[float]]:
+        """Raises FloatingPointError where the log-prob of what was taken is no number."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, logprobs = self._both.tolist()
+        if math.isnan(sum(logprobs)):  # of numbers that are 0 at most
+            raise FloatingPointError(
+                "the model's words have no probability: the weights or the number type are broken; "
+                "try --dtype float32"
+            )
+        return [int(token) for token in tokens], logprobs
