@@ -23,6 +23,7 @@ from agent.types import OURS, Trajectory
 from eval.rewards.registry import build, named
 from eval.sets import check_name, reward_of, rows_of, short_name
 from eval.verdict import Verdict
+from rl.judge import shared_out
 from rl.outcomes import add_up, outcomes, rates
 from umm_reflect.errors import UserError
 from umm_reflect.profile import ReflectionProfile
@@ -79,7 +80,7 @@ class HeldOut:
         rows = rows_of(name, settings.count)
         self.rows = rows[processes.rank :: processes.world]
         mapping = named(settings.reward or reward_of(name), settings.set)
-        self.judge = build(mapping, "the held-out judge")
+        self.judge = build(shared_out(mapping, processes.local_world), "the held-out judge")
 
     def look(
         self, learner: Learner, *, averaged: bool = False

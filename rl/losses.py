@@ -100,7 +100,7 @@ def _text(words, moves, steps, advantages, totals, before, config):
         settings,
         ref_S=before.ref_S if settings.kl else None,
         entropy_S=words.entropy_S.detach(),
-        sampled_S=words.old_S,
+        sampled_S=words.old_S if config.old == "learner" else None,
     )
 
 
@@ -138,7 +138,9 @@ def _steps_taken(moves: Moves, steps, advantage, weight, before: Before, config)
     if settings.guard:
         guard = Guard(mean, before.old_mean, std, moves.t_next - moves.t)
     old = _old(logprob, moves.old_logprob_N, before.old_N, config)
-    return flow_grpo(logprob, old, advantage, weight, settings, kl_N=kl, guard=guard)
+    sampled = moves.old_logprob_N if config.old == "learner" else None
+    columns = logprob, old, advantage, weight
+    return flow_grpo(*columns, settings, kl_N=kl, guard=guard, sampled_N=sampled)
 
 
 def _matched(moves: Moves, advantage, weight, before: Before, config):

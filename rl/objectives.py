@@ -120,13 +120,14 @@ def report(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def sums_of(loss: Tensor, **columns: Tensor) -> Sums:
-    """loss, and of each column over the items its sum and, for "ratio" and "drift", its maximum."""
+    """loss, and of each column over the items its sum and, for ratios and distances of log-probs,
+    its maximum."""
     count = next(iter(columns.values())).numel()
     sums = {"loss": loss.detach(), "count": loss.detach().new_full((), count)}
     for name, column in columns.items():
         column = column.detach().float()
         sums[name] = column.sum()
-        if name in ("ratio", "drift"):
+        if name in ("ratio", "drift", "mismatch"):
             # of no items: not above anything
             sums[f"{name}_max"] = column.max() if count else column.new_tensor(-math.inf)
     return sums
@@ -213,16 +214,17 @@ def text_grpo(
 
     All [S]. old_S: log-probs of the policy that is being improved (the rollout's, or the learner's
     own before the first update). ref_S: of the reference; needed for a KL. entropy_S: of the
-    distributions, logged. sampled_S: the rollout's log-probs, needed for importance_cap.
+    distributions, logged. sampled_S: the rollout's log-probs where old_S are the learner's; needed
+    for importance_cap.
     """
     new, old = logprob_S.float(), old_S.detach().float()
     columns = clipped_surrogate(new - old, advantage_S, settings.clip_low, settings.clip_high)
     each = columns["policy"]
+    if sampled_S is not None:
+        columns["mismatch"] = (old - sampled_S).abs()
     if settings.importance_cap is not None:
         assert sampled_S is not None, "importance_cap needs the sampler's log-probs"
-        log_mismatch = old - sampled_S.detach().float()
-        columns["mismatch"] = log_mismatch.abs()
-        each = each * bounded_exp(log_mismatch).clamp_max(settings.importance_cap)
+        each = each * bounded_exp(old - sampled_S).clamp_max(settings.importance_cap)
     if settings.kl:
         assert ref_S is not None, "a KL needs the reference's log-probs"
     if ref_S is not None:
@@ -307,12 +309,13 @@ def flow_grpo(
     *,
     kl_N: Tensor | None = None,
     guard: Guard | None = None,
+    sampled_N: Tensor | None = None,
 ) -> tuple[Tensor, Sums]:
     """(loss, sums): sum of w (max(-A r, -A clip(r, 1-low, 1+high)) + kl KL), r = exp(new - old).
 
     All [N] (arXiv 2505.05470). kl_N: `velocity_kl` or `transition_kl` to the reference, needed for
     a KL. guard: r = exp((new - old + |mean - old mean|^2 / (2 std^2)) std) and the policy term over
-    -dt.
+    -dt. sampled_N: the rollout's log-probs where old_N are the learner's, logged.
     """
     new, old = logprob_N.float(), old_N.detach().float()
     log_ratio = new - old
@@ -322,6 +325,8 @@ def flow_grpo(
         log_ratio = (log_ratio + transition_kl(guard.mean, guard.old_mean, std)) * std
     columns = clipped_surrogate(log_ratio, advantage_N, settings.clip_low, settings.clip_high)
     each = columns["policy"]
+    if sampled_N is not None:
+        columns["mismatch"] = (old - sampled_N).abs()
     if settings.guard:
         each = each / -one_each(guard.dt, new)
     if settings.kl:

@@ -189,7 +189,29 @@ class Checks:
                 f"{steps['count']} steps by {steps['max']:.2g} at most, at t = {worst} (bound "
                 f"{bounds.step:g})"
             )
+        if why := self._clipped(words, steps):
+            passed = False
+            parts.append(why)
         return Finding(name, passed, "; ".join(parts) or "nothing is replayed", numbers)
+
+    def _clipped(self, words: dict[str, Any], steps: dict[str, Any]) -> str:
+        """What ratios against the rollout would lose to the clip before anything was learned."""
+        config = self.config
+        if config.old != "rollout":
+            return ""
+        heads = []
+        if config.trains_text and words["count"]:
+            heads.append(("words", words["mean"], config.text))
+        if config.trains_flow and config.objective == "grpo" and steps["count"]:
+            heads.append(("steps", steps["max"], config.flow))
+        for what, apart, settings in heads:
+            clip = min(settings.clip_low, settings.clip_high)
+            if apart > clip:
+                return (
+                    f"{what} differ by more than the clip of {clip:g}, which would take gradients "
+                    "before anything has changed: set old: learner, or a wider clip"
+                )
+        return ""
 
     @torch.no_grad()
     def _differences(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:

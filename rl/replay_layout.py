@@ -32,6 +32,7 @@ from agent.policy import BagelPolicy
 from agent.types import Trajectory, Transition, Turn
 from rl.types import Rollout, Scored
 from umm_reflect.context import ImageSegment, Segment, TextSegment
+from umm_reflect.draw import unconditional
 from umm_reflect.flow import DrawSettings, interpolate
 from umm_reflect.layout import Block, segment_blocks, text_block, vae_block
 from umm_reflect.model import Bagel
@@ -241,22 +242,19 @@ class _Plan:
         *,
         guided: bool,
     ) -> None:
-        """The branches of a state, folded as `draw.Denoiser` folds them."""
+        """The branches of a state, as `draw.Denoiser` runs them."""
         view = transition.view
         if view is None:
             raise ValueError(f"image {state.image} has no view: replay takes fresh rollouts")
-        here = view.conditional.segments
-        contexts: list[Segments | None] = [here, None, None]
+        contexts: list[Segments | None] = [view.conditional.segments, None, None]
         if guided and _is_guided(settings, state.t):
             if settings.norm_over == "call":
                 raise ValueError(
                     "norm_over is 'call': a norm over whatever was drawn together cannot be "
                     "replayed; choose 'image'"
                 )
-            for which, branch in ((1, view.text_uncond), (2, view.image_uncond)):
-                used = which == 1 or settings.image_scale > 1
-                if used and branch is not None and branch.segments != here:
-                    contexts[which] = branch.segments
+            run = unconditional(view.conditional, view.text_uncond, view.image_uncond, settings)
+            contexts[1:] = [None if branch is None else branch.segments for branch in run]
         for which, context in enumerate(contexts):
             if context is None:
                 continue

@@ -35,6 +35,9 @@ from umm_reflect.flow import DrawSettings, released_window_start, sample_window_
 from umm_reflect.rng import stream
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from umm_reflect.context import ImageSegment
     from umm_reflect.hub import ReflectionProfile
     from umm_reflect.model import Bagel
 
@@ -120,6 +123,13 @@ class RolloutPolicy(BagelPolicy):
         self.settings = settings
         self.places: dict[int | str, Place] = {}  # by the name of the random streams
         self.starts: Mapping[int, Start] = {}  # by group
+        self._segments: dict[int, tuple[Image, ImageSegment]] = {}
+
+    def image(self, image: Image) -> ImageSegment:
+        """One segment an image: what siblings are given to edit is read once for all of them."""
+        if id(image) not in self._segments:
+            self._segments[id(image)] = image, super().image(image)
+        return self._segments[id(image)][1]
 
     def settings_of(self, ask: DrawAsk) -> DrawSettings:
         own = super().settings_of(ask)

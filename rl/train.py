@@ -107,7 +107,10 @@ class Run:
             open_pool(config.prompts, rows=config.prompts_rows, seed=config.seed), config.seed
         )
         folder = resolve(config.model)
-        self.origin = Origin(config.model, folder, profile_of(folder))
+        profile = profile_of(folder)
+        # what edits see while it learns is what they are to see ever after
+        view = config.rollout.edit_view or profile.edit_view
+        self.origin = Origin(config.model, folder, replace(profile, edit_view=view))
         self.identity = train_output.identity(folder)
         rollout = config.rollout
         self.mine = share_of(processes.rank, processes.world, rollout)
@@ -369,7 +372,8 @@ class Run:
             train_output.save_model(self.learner, self.origin, self.config, self.at.step, name)
             train_output.link_best(self.processes, self.config.output_dir, name)
             resume.save_resume(
-                self.config.output_dir / BEST, self.copies, self.at.step, self.extra(), keep=2
+                *(self.config.output_dir / BEST, self.copies, self.at.step, self.extra()),
+                keep=None,
             )
 
     # --- what stays -------------------------------------------------------------------------------
@@ -396,6 +400,7 @@ class Run:
         resume.save_resume(
             out / resume.STATES, self.copies, self.at.step, self.extra(), config.keep
         )
+        resume.keep_only(out / BEST, train_output.bests(out, best), self.processes)
 
     def resume(self, state) -> None:
         """Errors: UserError for a state of other settings, another base model or other prompts."""

@@ -202,6 +202,11 @@ class Config:
                 "guided is false, but rollouts are guided (text_scale above 1): their log-probs "
                 "are not the conditional branch's; roll out with text_scale 1, or set old: learner"
             )
+        if self.text.importance_cap is not None and self.old == "rollout":
+            raise ValueError(
+                "text.importance_cap weighs the learner's log-probs against the sampler's, but old "
+                "is rollout, where they are the same: set old: learner"
+            )
         if self.reference == "base" and self.parameters not in LORA:
             raise ValueError(f"reference base needs parameters of {', '.join(LORA)}")
         if rollout.single and self.images != "all":
@@ -270,11 +275,13 @@ class Config:
     def compares_with_old(self) -> bool:
         """Whether the policy before the update is run over every batch. In a single update it is
         the policy of the loss itself, so that no other forward is needed."""
-        if self.objective == "grpo":
-            several = self.updates * self.passes > 1
-            return (self.old == "learner" and several) or (self.trains_flow and self.flow.guard)
-        matched = self.objective == "nft" or self.awm.true_ratio
-        return self.old == "learner" or (self.trains_flow and matched)
+        grpo = self.objective == "grpo"
+        ratios = self.trains_text or grpo
+        several = self.updates * self.passes > 1
+        if self.old == "learner" and several and ratios:
+            return True
+        asks = self.flow.guard if grpo else self.objective == "nft" or self.awm.true_ratio
+        return self.trains_flow and asks
 
     @property
     def lora_run(self) -> bool:

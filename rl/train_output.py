@@ -25,11 +25,13 @@ from rl.train_config import Config
 from rl.types import Scored
 from rl.work import rollout_work
 from umm_reflect.files import write_aside
+from umm_reflect.training import resume
 from umm_reflect.training.flops import Learns, Work, flops, mfu, peak_flops
 from umm_reflect.training.folders import CHECKPOINTS, Origin, link_newest, save_folder
 from umm_reflect.training.learner import Learner
 from umm_reflect.training.metrics import memory_used, plot_curves, read_metrics
 from umm_reflect.training.processes import Processes
+from umm_reflect.training.resume import STATES
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -65,6 +67,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "entropy of words": ("text/entropy",),
     "words: ratio's largest": ("text/ratio_max",),
     "images: ratio's largest": ("flow/ratio_max",),
+    "learner from sampler": ("text/mismatch_max", "flow/mismatch_max"),
     "clipped": ("text/clip_fraction", "flow/clip_fraction"),
     "distance from the rollout": ("text/approx_kl", "flow/approx_kl"),
     "KL to the reference": ("text/kl", "flow/kl"),
@@ -252,10 +255,17 @@ def _write_sheet(drawn: Sequence[tuple[Trajectory, str]], path: Path) -> None:
 # --- folders --------------------------------------------------------------------------------------
 
 
+def bests(out: Path, now: str | None) -> set[str]:
+    """The best checkpoint now, and those of the states that a run may go on from: a collapse goes
+    back to one of them."""
+    known = [resume.read_extra(state)["watch"]["best"] for state in resume.states(out / STATES)]
+    return {best[0] for best in known if best} | ({now} if now else set())
+
+
 def save_model(
     learner: Learner, origin: Origin, config: Config, step: int, best: str | None
 ) -> None:
-    """checkpoints/step-...; the best one stays. Where weights are averaged, the averages."""
+    """checkpoints/step-...; the best ones stay. Where weights are averaged, the averages."""
     save_folder(
         learner,
         origin,
@@ -264,7 +274,7 @@ def save_model(
         lora=config.lora_run,
         averaged=config.optimizer.ema_decay is not None,
         keep=config.keep,
-        also_keep=() if best is None else (best,),
+        also_keep=bests(config.output_dir, best),
     )
 
 

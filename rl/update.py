@@ -25,7 +25,6 @@ from rl.replay import ReplayBatch, State, Unit, batches, lay_out, logprobs_of, n
 from rl.rollout import RolloutPolicy, own_images
 from rl.train_config import Config
 from rl.types import Rollout, Scored
-from umm_reflect.flow import interpolate
 from umm_reflect.profile import ReflectionProfile
 from umm_reflect.rng import stream
 from umm_reflect.training.flops import Work
@@ -79,6 +78,8 @@ class Updater:
         for _ in range(config.passes):
             for chunk in parts:
                 totals = self._totals(chunk)
+                if not any(head.items for head in totals.values()):
+                    continue  # nobody has a word or a state: not even the moments may move weights
                 for part in chunk:
                     if stopped() and not done.updates:
                         return None
@@ -133,7 +134,7 @@ class Updater:
             clean = transition.latent
             for t in times:
                 noise = torch.randn(clean.shape, generator=generator)
-                states.append(State(number, interpolate(clean, noise, t), float(t), clean))
+                states.append(State.noised(number, clean, noise, float(t)))
         return states
 
     # --- what losses compare with -----------------------------------------------------------------
@@ -207,6 +208,8 @@ class Updater:
             head, _, what = name.partition("/")
             found.setdefault(head, {})[what] = value
         metrics = {f"{h}/{n}": v for h, part in found.items() for n, v in report(part).items()}
+        for name in metrics.keys() & {"text/loss", "flow/loss"}:  # each update's is whole
+            metrics[name] /= len(norms)
         if norms:
             metrics["grad_norm"] = float(torch.stack(norms).mean())
         return {**metrics, "skipped_updates": float(skipped), "updates": float(len(norms))}

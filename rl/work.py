@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from agent.types import Trajectory, Transition, Turn, View
 from umm_reflect.config import BagelConfig
 from umm_reflect.context import Context, Segment, TextSegment
+from umm_reflect.draw import unconditional
 from umm_reflect.flow import DrawSettings
 from umm_reflect.layout import Frame, segment_blocks, segment_length
 from umm_reflect.training.flops import Work
@@ -84,14 +85,9 @@ def branches(
 ) -> Iterable[tuple[Context, int]]:
     """The contexts that are run, and in how many steps."""
     yield view.conditional, steps
-    scales = {
-        "text": settings.text_scale,
-        "image": min(settings.text_scale, settings.image_scale),
-    }
-    seen = [view.conditional]
-    for name, context in (("text", view.text_uncond), ("image", view.image_uncond)):
-        if context is not None and scales[name] > 1 and context not in seen:
-            seen.append(context)
+    run = unconditional(view.conditional, view.text_uncond, view.image_uncond, settings)
+    for context in dict.fromkeys(run):
+        if context is not None:
             yield context, guided
 
 
@@ -111,7 +107,7 @@ def rollout_work(
         shared = trajectory.first
         if shared is not None and id(shared) not in drawn:
             drawn.add(id(shared))
-            counter.drawing(shared, first)
+            counter.drawing(shared, first if trajectory.source is None else edit)
         for step in trajectory.steps:
             if step.transition is not None:
                 counter.drawing(step.transition, edit)

@@ -335,3 +335,32 @@ def test_long_rows_of_many_lengths_need_no_mask_on_a_gpu_and_short_ones_do(bagel
         return len(_plain_groups(rows, torch.device("cuda")))
 
     assert (groups(32), groups(8)) == (20, 0)  # pictures of 512² and of 128²
+
+
+def test_stochastic_steps_of_one_kind_are_one_call(bagel, monkeypatch):
+    """384 siblings would wait for 384 times thirty launches."""
+    import umm_reflect.draw
+
+    shapes = []
+
+    def counted_step(x, *rest):
+        shapes.append(tuple(x.shape))
+        return sde_step(x, *rest)
+
+    monkeypatch.setattr(umm_reflect.draw, "sde_step", counted_step)
+    first, _, _, _ = ragged(bagel)
+    sizes = [(32, 48), (32, 48), (48, 48), (32, 48)]
+    asked = [
+        DrawRequest(first, Context(), None, size, stream(7, i, 0, "draw"))
+        for i, size in enumerate(sizes)
+    ]
+    windows = [replace(NOISY, window=window) for window in ((0, 2), (0, 2), (0, 2), (1, 2))]
+    drawn = draw(Engine(bagel), asked, windows)
+    channels = bagel.config.latent_dim
+    assert shapes == [
+        *((2, 6, channels), (1, 9, channels)),  # step 0
+        *((3, 6, channels), (1, 9, channels)),
+        (1, 6, channels),  # step 2: the last one's window alone
+    ]
+    assert [len(one.logprobs) for one in drawn] == [2, 2, 2, 2]
+    assert drawn[3].latents.shape == (3, 6, channels)

@@ -104,6 +104,14 @@ def test_the_newest_states_are_kept_and_the_newest_is_taken(folder, tmp_path):
         save_resume(tmp_path, learner, 3, {}, keep=0)
 
 
+def test_states_after_the_one_that_is_saved_are_of_a_run_that_was_given_up(folder, tmp_path):
+    learner = new(folder)
+    for step in (1, 5, 7, 9):
+        save_resume(tmp_path, learner, step, {}, keep=None)
+    save_resume(tmp_path, learner, 6, {}, keep=2)  # gone on from 5
+    assert [path.name for path in states(tmp_path)] == ["step-0000005", "step-0000006"]
+
+
 def test_what_is_half_written_is_no_state_and_goes_with_the_next_save(folder, tmp_path):
     learner = new(folder)
     save_resume(tmp_path, learner, 5, {})

@@ -73,6 +73,17 @@ def test_a_sound_run_passes_and_replay_differs_by_less_than_1e_5(toy, tmp_path, 
     assert findings["plain"]["numbers"]["largest"] == 0
 
 
+def test_a_clip_that_is_narrower_than_what_kernels_differ_by_asks_for_the_learners_log_probs(
+    toy, tmp_path
+):
+    narrow = {"text": {"clip_low": 1e-10, "clip_high": 1e-10}}
+    said = checked(toy, tmp_path / "rollout", **narrow)
+    assert failed(tmp_path / "rollout") == {"replay", "weights"}
+    assert "words differ by more than the clip of 1e-10" in said
+    assert "set old: learner" in said
+    assert checked(toy, tmp_path / "learner", **narrow, old="learner") == ""
+
+
 def test_single_images_pass_too(toy, tmp_path):
     config = toy_config(toy, tmp_path, rollout={**ROLLOUT, "single": True}, images="all")
     assert all(finding.passed for finding in preflight(Run(config, Processes())))

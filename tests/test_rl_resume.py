@@ -195,6 +195,46 @@ def test_a_collapse_goes_back_to_the_best_checkpoint_with_its_moments(toy, tmp_p
     assert (tmp_path / "best").resolve().name == "step-0000002"
 
 
+def test_after_a_crash_the_run_goes_back_to_the_best_checkpoint_that_its_state_knows(
+    toy, tmp_path, monkeypatch
+):
+    """Later bests of the run that crashed do not displace it, nor the folders that follow it."""
+    held = {"prompts": "shapes553", "every": 1, "count": 1, "reward": "bright"}
+    values = iter([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, *[0.0] * 9])
+    real = rl.train.HeldOut.look
+
+    def look(self, learner, averaged):
+        numbers, shown = real(self, learner, averaged=averaged)
+        return {**numbers, "held_out/final": next(values)}, shown
+
+    monkeypatch.setattr(rl.train.HeldOut, "look", look)
+    changes = {**CHANGES, "max_steps": 8, "save_every": 2, "keep": 1}
+    config = toy_config(toy, tmp_path, **changes, held_out=held)
+    see = rl.train.Watch.see
+
+    def crash(self, step, signals):
+        if step == 6:
+            raise KeyboardInterrupt
+        return see(self, step, signals)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rl.train.Watch, "see", crash)
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
+    assert about(tmp_path)["extra"]["watch"]["best"][0] == "step-0000004"  # 5 was better
+
+    def collapse(self, step, signals):
+        report = see(self, step, signals)
+        return replace(report, back_to=self.best.name) if step == 5 else report
+
+    monkeypatch.setattr(rl.train.Watch, "see", collapse)
+    assert run(replace(config, max_steps=5)) == 0
+    assert (tmp_path / "checkpoint").resolve().is_dir()
+    kept = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
+    assert kept == {"step-0000004", "step-0000005"}
+    assert [path.name for path in (tmp_path / "best_state").glob("step-*")] == ["step-0000004"]
+
+
 def about_state(path: Path) -> dict:
     return json.loads((path / "about.json").read_text())["extra"]
 

@@ -178,6 +178,10 @@ def test_the_users_image_starts_an_editing_task(bagel, profile):
         assert rollout.trajectory.images[0] is source
         assert [number for number, _ in own_images(rollout.trajectory)] == [1]
     assert [number for number, _ in own_images(rollouts[3].trajectory)] == [0, 1]
+    contexts = [rollout.trajectory.turns[0].context for rollout in rollouts[:3]]
+    given = [image for context in contexts for image in context.images_only()]
+    assert len(given) == 3
+    assert len(set(given)) == 1  # one segment, read once for all siblings
 
 
 def test_in_layout_sft_siblings_share_a_plan_that_none_of_them_chose(bagel, profile):

@@ -7,25 +7,33 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import rl.reward
 import rl.train
 import rl.train_output
+import rl.update
 from eval.rewards import registry
 from eval.verdict import Verdict
-from rl.train import main
+from rl.advantage import PRESETS
+from rl.objectives import TextSettings
+from rl.train import Run, main
 from rl.train_config import RECIPES, config_of
+from rl.update import Updater
 from tests.bright import Bright
 from tests.rl_runs import Toy, run, step_lines, toy_config, write_toy
 from tests.sft_runs import about, master_bytes
 from tests.test_sft_scripts import STAND_IN
 from umm_reflect import Bagel
 from umm_reflect.errors import UsageError, UserError
+from umm_reflect.flow import DrawSettings
 from umm_reflect.hub import profile
 from umm_reflect.settings import to_yaml
 from umm_reflect.training.metrics import read_metrics
+from umm_reflect.training.processes import Processes
 
 SMALL = {"rollout": {"groups": 2, "group_size": 4}, "max_steps": 3}
 PLAIN = {"step_kind": "ode", "noise_level": 0.0}
@@ -130,6 +138,8 @@ def test_several_passes_and_mini_batches_are_off_the_old_policy(toy, tmp_path, n
     assert lines
     assert lines[0]["updates"] == 4
     assert lines[0]["text/ratio_max"] > 1.001
+    for head in ("text", "flow"):  # the old policy is the sampler, whatever has been learned since
+        assert 0 <= lines[0][f"{head}/mismatch_max"] < 1e-4 < lines[0][f"{head}/drift_max"]
 
 
 def test_in_a_single_update_the_learner_is_its_own_old_policy_without_another_forward(
@@ -138,6 +148,10 @@ def test_in_a_single_update_the_learner_is_its_own_old_policy_without_another_fo
     config = toy_config(toy, tmp_path, **SMALL, old="learner")
     assert not config.compares_with_old
     assert replace(config, updates=2).compares_with_old
+    matched = replace(config, objective="awm", rollout=replace(config.rollout, edit=DrawSettings()))
+    assert not matched.compares_with_old
+    assert replace(matched, updates=2).compares_with_old  # the ratios of words
+    assert not replace(matched, updates=2, text=TextSettings(weight=0.0)).compares_with_old
     assert run(config) == 0
     lines = [line for line in step_lines(tmp_path) if line["zero_std_ratio"] == 0]
     assert lines
@@ -224,6 +238,48 @@ def test_siblings_that_are_all_malformed_are_all_discouraged(toy, tmp_path, no_c
     assert line["updates"] == 1
 
 
+def test_an_update_in_which_nobody_chose_anything_moves_no_weight(
+    toy, tmp_path, no_curves, monkeypatch
+):
+    real = rl.update.lay_out
+    monkeypatch.setattr(
+        rl.update, "lay_out", lambda *args, **k: real(*args, **{**k, "text": False, "flow": "none"})
+    )
+    config = toy_config(toy, tmp_path, **SMALL, optimizer={"weight_decay": 0.5})
+    run_of_it = Run(config, Processes())
+    before = [p.detach().clone() for p in run_of_it.learner.bagel.parameters()]
+    with run_of_it.judges():
+        assert run_of_it.go() == 0
+    assert [line["updates"] for line in step_lines(tmp_path)] == [0, 0, 0]
+    after = run_of_it.learner.bagel.parameters()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_the_loss_of_several_updates_is_the_mean_of_theirs():
+    one, two = Processes(), torch.tensor(2.0)
+    sums = [
+        {"text/loss": torch.tensor(loss), "text/count": two, "text/kl": torch.ones(())}
+        for loss in (1.0, 3.0)
+    ]
+    norms = [torch.tensor(4.0), torch.tensor(6.0)]
+    found = Updater._metrics(SimpleNamespace(processes=one), sums, norms, 0)
+    assert (found["text/loss"], found["text/kl"], found["grad_norm"]) == (2.0, 0.5, 5.0)
+
+
+def test_a_model_that_learned_in_another_edit_view_is_run_in_it_ever_after(
+    toy, tmp_path, no_curves
+):
+    held = {"prompts": "shapes553", "every": 1, "count": 1, "reward": "bright"}
+    rollout = {**SMALL["rollout"], "edit_view": "local"}
+    config = toy_config(toy, tmp_path, rollout=rollout, max_steps=1, held_out=held)
+    assert profile(toy.model).edit_view == "full"
+    run_of_it = Run(config, Processes())
+    assert run_of_it.held_out.profile.edit_view == "local"
+    with run_of_it.judges():
+        assert run_of_it.go() == 0
+    assert profile(tmp_path / "checkpoint").edit_view == "local"
+
+
 # --- settings -------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -232,6 +288,7 @@ REFUSED = {
     "passes off the rollout": ({"passes": 2}, "which needs old: learner"),
     "no noise": ({"rollout": {"edit": PLAIN}}, "without noise no step is a choice"),
     "noise with awm": ({"objective": "awm"}, "awm learns from drawings without noise"),
+    "a cap on nothing": ({"text": {"importance_cap": 2.0}}, "set old: learner"),
     "dropout": ({"parameters": "lora-gen", "lora": {"dropout": 0.1}}, "leave it 0"),
     "shared first images": ({"images": "all"}, "do not learn from it"),
     "a base without adapters": ({"reference": "base"}, "reference base needs parameters"),
@@ -277,6 +334,12 @@ def test_published_constants_stand_in_the_recipes():
     assert (release.text.kl, release.flow.clip_high, release.optimizer.lr) == (1e-4, 0.1, 5e-6)
     pick = config_of(["--recipe", "pickscore-lora"], "test")
     assert (pick.rollout.groups, pick.rollout.first.noise_level, pick.updates) == (48, 1.3, 2)
+    presets = {"reflection-release": "release", "nft": "nft"}
+    presets |= dict.fromkeys(("spectra-awm", "self-spectra-awm"), "awm")
+    named = ("ocr-lora", "ocr-lora-npu", "pickscore-lora", "pickscore-full")
+    for name, preset in (presets | dict.fromkeys(named, "verl")).items():
+        assert config_of(["--recipe", name], "test").advantage == PRESETS[preset], name
+    assert release.reward == rl.reward.PRESETS["release"]
     spectra = config_of(["--recipe", "spectra-awm"], "test")
     assert (spectra.lora.rank, spectra.lora.alpha, spectra.guided) == (32, 64.0, False)
 

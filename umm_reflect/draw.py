@@ -95,40 +95,47 @@ def draw(
     states: list[list[Tensor]] = [[] for _ in requests]
     stamps: list[list[float]] = [[] for _ in requests]
     logprobs: list[list[Tensor]] = [[] for _ in requests]
+    none = torch.zeros(0, device=engine.bagel.device)
     steps = len(times) - 1
     for step in range(steps):
         t, t_next = times[step], times[step + 1]
         v = flow.velocity(x, t)
-        plain = [r for r, own in enumerate(per_request) if not own.stochastic(step)]
+        noisy = [own.stochastic(step) for own in per_request]
+        plain = [r for r, is_noisy in enumerate(noisy) if not is_noisy]
         for r, moved in zip(plain, euler_steps(x, v, plain, t, t_next), strict=True):
             x[r] = moved
-        for r, (own, request) in enumerate(zip(per_request, requests, strict=True)):
-            if not own.stochastic(step):
-                continue
-            noise = torch.randn(x[r].shape, generator=request.generator).to(x[r].device)
+        for own, members in _alike_steps(per_request, noisy, x):
+            noise = [torch.randn(x[r].shape, generator=requests[r].generator) for r in members]
+            ways = (torch.stack([of[r] for r in members]) for of in (x, v))
+            z = torch.stack(noise).to(engine.bagel.device)
             taken = (
-                cps_step(x[r], v[r], t, t_next, own.noise_level, noise)
+                cps_step(*ways, t, t_next, own.noise_level, z)
                 if own.step_kind == "cps"
-                else sde_step(x[r], v[r], t, t_next, own.noise_level, noise, own.sigma)
+                else sde_step(*ways, t, t_next, own.noise_level, z, own.sigma)
             )
-            if not states[r]:
-                states[r].append(x[r])
-                stamps[r].append(float(t))
-            x[r] = taken.x_next
-            states[r].append(x[r])
-            stamps[r].append(float(t_next))
-            logprobs[r].append(taken.logprob)
+            for r, moved, logprob in zip(members, taken.x_next, taken.logprob, strict=True):
+                if not states[r]:
+                    states[r].append(x[r])
+                    stamps[r].append(float(t))
+                x[r] = moved
+                states[r].append(moved)
+                stamps[r].append(float(t_next))
+                logprobs[r].append(logprob)
         if on_step is not None:
             on_step(step + 1, steps)
     pixels = decode(engine, x, [request.size for request in requests])
+    latent = to_host(x)
+    window = [
+        to_host([torch.stack(seen) if seen else none for seen in of]) for of in (states, logprobs)
+    ]
     return [
         Drawn(
             pixels=pixels[r],
             image=to_pil(pixels[r], truncate),
-            latent=x[r].cpu(),
-            latents=torch.stack(states[r]).cpu() if states[r] else torch.zeros(0),
+            latent=latent[r],
+            latents=window[0][r],
             times=torch.tensor(stamps[r]),
-            logprobs=torch.stack(logprobs[r]).cpu() if logprobs[r] else torch.zeros(0),
+            logprobs=window[1][r],
         )
         for r in range(len(requests))
     ]
@@ -178,6 +185,25 @@ def fitting_parts(
     return parts
 
 
+def _alike_steps(
+    settings: Sequence[DrawSettings], noisy: Sequence[bool], x: Sequence[Tensor]
+) -> list[tuple[DrawSettings, list[int]]]:
+    """Requests whose stochastic step is one call: the same rule, equally many latent tokens."""
+    groups: dict[tuple, tuple[DrawSettings, list[int]]] = {}
+    for r, own in enumerate(settings):
+        if noisy[r]:
+            rule = (own.step_kind, own.noise_level, own.sigma, len(x[r]))
+            groups.setdefault(rule, (own, []))[1].append(r)
+    return list(groups.values())
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of one dtype and device on the CPU, by one transfer, each in memory of its own."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(t.shape).clone() for part, t in zip(parts, tensors, strict=True)]
+
+
 def euler_steps(
     x: Sequence[Tensor], v: Sequence[Tensor], which: Sequence[int], t: Tensor, t_next: Tensor
 ) -> list[Tensor]:
@@ -186,6 +212,23 @@ def euler_steps(
         return []
     moved = torch._foreach_mul([v[r] for r in which], float(t - t_next))
     return list(torch._foreach_sub([x[r] for r in which], moved))
+
+
+def unconditional(
+    conditional: Context,
+    text_uncond: Context | None,
+    image_uncond: Context | None,
+    settings: DrawSettings,
+) -> tuple[Context | None, Context | None]:
+    """Of the branches without the text and without the images those that a guided step has to run;
+    None where one is folded or off. Two that are equal are one run."""
+
+    def differing(context: Context | None) -> Context | None:
+        return None if context is None or context == conditional else context
+
+    text = differing(text_uncond) if settings.text_scale > 1 else None
+    both = min(settings.text_scale, settings.image_scale) > 1
+    return text, differing(image_uncond) if both else None
 
 
 class Denoiser:
@@ -202,7 +245,9 @@ class Denoiser:
         self.grids = [
             tuple(s // config.latent_stride for s in request.size) for request in requests
         ]
-        self.branches = [self._branches(request) for request in requests]
+        self.branches = [
+            unconditional(r.conditional, r.text_uncond, r.image_uncond, settings) for r in requests
+        ]
 
         contexts, owner = [request.conditional for request in requests], list(range(len(requests)))
         rows: list[list[int | None]] = [[r, None, None] for r in owner]
@@ -229,21 +274,6 @@ class Denoiser:
             self.all_rows if len(contexts) == len(requests) else self._plan(caches, len(requests))
         )
 
-    def _branches(self, request: DrawRequest) -> tuple[Context | None, Context | None]:
-        """The unconditional contexts that have to be run for this request."""
-        settings = self.settings
-
-        def differing(context: Context | None) -> Context | None:
-            return None if context is None or context == request.conditional else context
-
-        text = differing(request.text_uncond) if settings.text_scale > 1 else None
-        image = (
-            differing(request.image_uncond)
-            if min(settings.text_scale, settings.image_scale) > 1
-            else None
-        )
-        return text, image
-
     def _plan(self, caches: Sequence[KVCache], count: int) -> batching.RowBatch:
         bagel = self.bagel
         rows = []
@@ -261,11 +291,12 @@ class Denoiser:
 
     def noise(self) -> list[Tensor]:
         """The first state of every request from its own generator: [n, C] fp32."""
-        channels = self.bagel.config.latent_dim
-        return [
-            torch.randn(rows * cols, channels, generator=request.generator).to(self.bagel.device)
-            for (rows, cols), request in zip(self.grids, self.requests, strict=True)
+        channels, lengths = self.bagel.config.latent_dim, [rows * cols for rows, cols in self.grids]
+        drawn = [
+            torch.randn(length, channels, generator=request.generator)
+            for length, request in zip(lengths, self.requests, strict=True)
         ]
+        return list(torch.cat(drawn).to(self.bagel.device).split(lengths))
 
     def branch_velocities(self, x: Sequence[Tensor], t: Tensor, *, guided: bool) -> list[Tensor]:
         """Raw velocities [n, C] of every row of the batch (conditional rows only, unless

@@ -57,7 +57,9 @@ def save_folder(
         try:
             _write(learner, origin, path, weights, lora)
             link_newest(out, path)
-            for old in sorted(path.parent.glob("step-*"))[:-keep]:
+            # those of later steps are of a run that was given up: they take nobody's place
+            past = [p for p in sorted(path.parent.glob("step-*")) if p.name <= path.name]
+            for old in past[:-keep]:
                 if old.name not in also_keep:
                     shutil.rmtree(old)
         except (OSError, UserError) as error:

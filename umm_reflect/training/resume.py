@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -43,14 +43,15 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, UnpicklingErro
 
 
 def save_resume(
-    folder: str | Path, learner: Learner, step: int, extra: dict[str, Any], keep: int = 2
+    folder: str | Path, learner: Learner, step: int, extra: dict[str, Any], keep: int | None = 2
 ) -> Path:
-    """Write the state after `step` updates into `folder` and remove all but the newest `keep`.
+    """Write the state after `step` updates into `folder` and remove all but the newest `keep`
+    (None: none of them). States of later steps are of a run that was given up: they go too.
 
     extra: what else a run needs, as JSON. Every process calls it. Errors: UserError on all
     processes when one cannot write; nothing half-written stays then.
     """
-    if keep < 1:
+    if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}; give 1 or more")
     folder, processes = Path(folder), learner.processes
     path = folder / f"step-{step:07d}"
@@ -66,7 +67,9 @@ def save_resume(
         if path.exists():
             _remove(path)
         os.rename(aside, path)
-        for old in states(folder)[:-keep]:
+        whole = states(folder)
+        now = whole.index(path) + 1
+        for old in [*whole[: 0 if keep is None else max(0, now - keep)], *whole[now:]]:
             _remove(old)
 
     _on_main(processes, begin, folder)
@@ -132,6 +135,17 @@ def states(folder: str | Path) -> list[Path]:
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
     whole = [path for path in found if (path / ABOUT).is_file()]
     return sorted(whole, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def keep_only(folder: str | Path, names: Collection[str], processes: Processes) -> None:
+    """Remove the states in a folder that have other names. Every process calls it."""
+
+    def others_go() -> None:
+        for path in states(folder):
+            if path.name not in names:
+                _remove(path)
+
+    _on_main(processes, others_go, Path(folder))
 
 
 def latest(folder: str | Path) -> Path | None:
