@@ -205,13 +205,9 @@ class Run:
             if done is None:
                 self.stop_if_noticed()
         assert done is not None
-        self.at = Position(
-            step + 1,
-            self.sampler.taken,
-            self.at.updates + done.updates,
-            self.before + time.monotonic() - self.began,
-            settled.totals,
-        )
+        seconds, updates = self.before + time.monotonic() - self.began, self.at.updates
+        taken, totals = self.sampler.taken, settled.totals
+        self.at = Position(step + 1, taken, updates + done.updates, seconds, totals)
         values |= done.metrics
         values |= self.measured(scored, done, clock, settled)
         self.write(values)
