@@ -30,7 +30,7 @@ from umm_reflect.context import ImageSegment, TextSegment
 
 if TYPE_CHECKING:
     from umm_reflect.flow import DrawSettings
-    from umm_reflect.generate import Said, StopRule
+    from umm_reflect.generate import Said, StopRule, Sure
     from umm_reflect.hub import ReflectionProfile
     from umm_reflect.model import Bagel
 
@@ -122,6 +122,7 @@ class BagelPolicy:
             stop_after=None if force else self._stop_rule(options),
             on_token=on_token and _Stream(asks, tokens, on_token),
             force=force,
+            sure=self._sure,
         )
         seconds = time.perf_counter() - began
         return [
@@ -168,6 +169,16 @@ class BagelPolicy:
                     latent=result.latent if self.keep_latents else None,
                 )
         return [transitions[i] for i in range(len(asks))]
+
+    @property
+    def _sure(self) -> Sure | None:
+        """A score of 10 takes certainty where the profile says so. (Where digits are tokens, the
+        score 1 begins with the same one and is withdrawn with it.)"""
+        from umm_reflect.generate import Sure
+
+        least = self.profile.say.sure_of_ten
+        first = self.bagel.tokens.encode(protocol.SCORES[-1])[0]
+        return Sure(first, least) if least else None
 
     def _size(self, base: Image.Image | None) -> tuple[int, int]:
         return self.profile.size if base is None else self.profile.transforms.drawn_size(base)

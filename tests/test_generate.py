@@ -17,7 +17,7 @@ from tests.tiny import write_tiny_checkpoint
 from umm_reflect import Bagel, prefill
 from umm_reflect.cache import EMPTY, assemble
 from umm_reflect.context import Context
-from umm_reflect.generate import DrawRequest, DrawSettings, Engine, Said, draw, say
+from umm_reflect.generate import DrawRequest, DrawSettings, Engine, Said, Sure, draw, say
 from umm_reflect.rng import stream
 
 
@@ -263,6 +263,28 @@ def test_a_constrained_field_follows_its_trie_and_is_renormalised_over_what_is_l
             assert (s.allowed[1], s.chosen[1], s.logprobs[1]) == ((22,), False, 0.0)
         elif s.sampled_ids[0] == 12 and len(s.allowed) > 1:
             assert (s.allowed[1], s.chosen[1]) == (None, True)
+
+
+def test_a_first_choice_that_takes_certainty_is_withdrawn_from_the_rows_that_are_less_sure(bagel):
+    trie = {10: {20: {}}, 11: {22: {}}, 12: {}}
+    seen: list[Tensor] = []
+    options = {"choices": trie, "temperature": 0.5, "max_tokens": 1}
+    contexts = ragged(bagel)
+    plain = speak(bagel, contexts, on_logits=lambda x: seen.append(x.clone()), **options)
+    shares = seen[0][:, [10, 11, 12]].softmax(-1)[:, 0]  # at temperature 1
+    least = float(shares.sort().values[1:3].mean())  # two rows are sure enough
+    said = speak(bagel, contexts, sure=Sure(10, least), **options)
+    for row, (one, before, share) in enumerate(zip(said, plain, shares.tolist(), strict=True)):
+        if share >= least:
+            assert one == before
+            continue
+        assert one.allowed[0] == (11, 12)
+        scores = seen[0][row, [11, 12]] / 0.5
+        expected = scores.log_softmax(-1)[one.sampled_ids[0] - 11].item()
+        assert one.logprobs[0] == pytest.approx(expected, abs=1e-5)
+    assert sum(one.allowed[0] == (11, 12) for one in said) == 2
+    assert speak(bagel, contexts, sure=Sure(10, 0.0), **options) == plain
+    assert trie == {10: {20: {}}, 11: {22: {}}, 12: {}}
 
 
 def test_sampling_follows_the_probabilities(bagel):

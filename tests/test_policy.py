@@ -152,3 +152,15 @@ def test_at_temperature_zero_the_most_likely_token_is_said_whatever_the_seed(bag
     greedy, sampled = map(said, policies)
     assert len(greedy) == 1
     assert len(sampled) > 1
+
+
+def test_a_profile_may_ask_for_certainty_before_a_score_of_ten(bagel, profile):
+    sure = replace(profile, say=replace(profile.say, sure_of_ten=0.999))
+    context = Context.of(bagel.tokens.segment("two red circles"))
+    asks = [Ask(context, 0, "Image #0", seed, "s") for seed in range(6)]
+    top = bagel.tokens.encode("10/10")[0]
+    for one, least in ((profile, False), (sure, True)):
+        turns = BagelPolicy(bagel, one).say(asks, max_tokens=4, options=OURS)
+        assert all((top not in turn.allowed[0]) == least for turn in turns)
+    with pytest.raises(ValueError, match="sure_of_ten is 1"):
+        replace(profile.say, sure_of_ten=1)

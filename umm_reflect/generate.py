@@ -12,7 +12,7 @@ They live in prefill.py, say.py (its steps: decode.py) and draw.py.
 from umm_reflect.draw import Drawn, DrawRequest, draw
 from umm_reflect.flow import DrawSettings
 from umm_reflect.prefill import Engine
-from umm_reflect.say import Said, StopRule, Trie, say
+from umm_reflect.say import Said, StopRule, Sure, Trie, say
 
 __all__ = [
     "DrawRequest",
@@ -21,6 +21,7 @@ __all__ = [
     "Engine",
     "Said",
     "StopRule",
+    "Sure",
     "Trie",
     "draw",
     "say",

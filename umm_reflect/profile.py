@@ -39,11 +39,16 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True)
 class SaySettings:
-    """How a turn is said. max_tokens: sampled tokens of one turn; max_rounds: edits at most."""
+    """How a turn is said. max_tokens: sampled tokens of one turn; max_rounds: edits at most.
+
+    sure_of_ten: the probability (among the legal scores, at temperature 1) from which on a score of
+    10 may be said; a model that is less sure says one of the others, and why. 0: it always may.
+    """
 
     temperature: float = 0.5
     max_tokens: int = 512
     max_rounds: int = 3
+    sure_of_ten: float = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -52,6 +57,8 @@ class SaySettings:
             raise ValueError(f"max_tokens is {self.max_tokens}; give at least 1")
         if self.max_rounds < 0:
             raise ValueError(f"max_rounds is {self.max_rounds}; give 0 (no look at all) or more")
+        if not 0 <= self.sure_of_ten < 1:
+            raise ValueError(f"sure_of_ten is {self.sure_of_ten}; give 0 (off) to below 1")
 
 
 @dataclass(frozen=True)

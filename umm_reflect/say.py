@@ -93,6 +93,28 @@ class _Speaker:
         )
 
 
+@dataclass(frozen=True)
+class Sure:
+    """A first id that is only legal where it has at least this share of the first choice (of a
+    trie, at temperature 1); less sure, a row chooses among the others.
+    """
+
+    token: int
+    least: float
+
+    def withdraw(self, logits: Tensor, speakers: Sequence[_Speaker]) -> None:
+        """logits: [rows, vocabulary], of the first ids. Waits for the device once."""
+        for trie in {id(s.trie): s.trie for s in speakers}.values():
+            if trie is None or self.token not in trie or len(trie) < 2:
+                continue
+            legal = sorted(trie)
+            share = logits[:, legal].float().softmax(-1)[:, legal.index(self.token)].tolist()
+            others = {token: rest for token, rest in trie.items() if token != self.token}
+            for speaker, own in zip(speakers, share, strict=True):
+                if speaker.trie is trie and own < self.least:
+                    speaker.trie = others
+
+
 @torch.inference_mode()
 def say(
     bagel: Bagel,
@@ -111,6 +133,7 @@ def say(
     on_logits: Callable[[Tensor], None] | None = None,
     support: int | None = None,
     capture: bool | None = None,
+    sure: Sure | None = None,
 ) -> list[Said]:
     """Continue each context with a text: the start token, `forced[r]`, then up to `max_tokens`
     sampled ids.
@@ -122,7 +145,8 @@ def say(
     at), or at the cap. force: ids to take instead of sampling (their log-probs are still the
     model's). on_token(row, id) streams; on_logits sees [live rows, vocabulary], which the next step
     may overwrite. capture: whether steps have static shapes and are captured into CUDA graphs
-    (decode.py); None asks the model: by default on a GPU, for texts that may be long.
+    (decode.py); None asks the model: by default on a GPU, for texts that may be long. sure: a first
+    choice that takes certainty; what was legal is in the result. Forced texts do not ask it.
 
     Draws one uniform number a token from each row's generator. The caches stay as they are.
     Raises ValueError for a temperature that is not positive, or lengths that differ, and
@@ -159,6 +183,8 @@ def say(
     )
     try:
         logits = decoder.first
+        if sure is not None and force is None:
+            sure.withdraw(logits, speakers)
         for step in range(max_tokens):
             if on_logits is not None:
                 on_logits(logits)
