@@ -20,6 +20,7 @@ REPLICATES = 2000
 BOOTSTRAP_SEED = 553
 
 Metric = Callable[[Result], tuple[float, float]]  # (what counts, out of how many)
+Counts = tuple[np.ndarray, np.ndarray]  # of `sums`
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,7 @@ class Estimate:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def sums(
-    results: Sequence[Result], rows: Sequence[int], metric: Metric
-) -> tuple[np.ndarray, np.ndarray]:
+def sums(results: Sequence[Result], rows: Sequence[int], metric: Metric) -> Counts:
     """([R] numerators, [R] denominators), summed over the results of each of the R rows."""
     place = {row: i for i, row in enumerate(rows)}
     counts = np.zeros((2, len(rows)))
@@ -83,6 +82,25 @@ def replicates_of(numerators, denominators, weights) -> np.ndarray:
 def interval_of(replicates: np.ndarray) -> tuple[float, float]:
     low, high = np.nanpercentile(replicates, (2.5, 97.5))
     return float(low), float(high)
+
+
+def paired(
+    first: Counts,
+    second: Counts,
+    weights: np.ndarray,
+    how: Callable = np.subtract,
+    n: int | None = None,
+) -> Estimate:
+    """how(second, first) of two ratios, by default their difference, with its interval: the same
+    rows are drawn for both. n: otherwise what the second is out of (0 where a ratio is missing).
+    """
+    values = [ratio(*(c.sum() for c in counts)) for counts in (second, first)]
+    if None in values:
+        return Estimate(None, None, None, n or 0)
+    interval = (None, None)
+    if len(first[0]) > 1:
+        interval = interval_of(how(*(replicates_of(*c, weights) for c in (second, first))))
+    return rounded(float(how(*values)), *interval, float(second[1].sum()) if n is None else n)
 
 
 def rounded(value: float, low: float | None, high: float | None, n: float) -> Estimate:

@@ -24,6 +24,7 @@ from eval.bootstrap import (
     bootstrap_weights,
     estimate,
     interval_of,
+    paired,
     ratio,
     replicates_of,
     rounded,
@@ -260,15 +261,11 @@ def difference(
     rows = sorted({place[1] for place in shared})
     weights = bootstrap_weights(len(rows))
     metric = metrics(max_rounds)[name]
-    values, replicates = [], []
-    for results in (first, second):
-        counts = sums([r for r in results if place_of(r) in shared], rows, metric)
-        values.append(ratio(*(c.sum() for c in counts)))
-        replicates.append(replicates_of(*counts, weights))
-    if None in values:
-        return Estimate(None, None, None, len(shared))
-    interval = interval_of(replicates[1] - replicates[0]) if len(rows) > 1 else (None, None)
-    return rounded(values[1] - values[0], *interval, len(shared))
+    counts = [
+        sums([r for r in results if place_of(r) in shared], rows, metric)
+        for results in (first, second)
+    ]
+    return paired(*counts, weights, n=len(shared))
 
 
 def macro_difference(

@@ -28,17 +28,7 @@ import numpy as np
 import tyro
 
 from eval.best_of import picked_right, pools
-from eval.bootstrap import (
-    Estimate,
-    Metric,
-    bootstrap_weights,
-    estimate,
-    interval_of,
-    ratio,
-    replicates_of,
-    rounded,
-    sums,
-)
+from eval.bootstrap import Counts, Estimate, Metric, bootstrap_weights, estimate, paired, sums
 from eval.compare import SAME, Outcome, differing
 from eval.report import arms, metrics, place_of
 from eval.results import Result
@@ -105,9 +95,6 @@ class BestOf:
     view: str
 
 
-Counts = tuple[np.ndarray, np.ndarray]
-
-
 class Paired:
     """Runs of the same samples, whose figures are resampled by the same draws of prompts."""
 
@@ -124,19 +111,12 @@ class Paired:
         return estimate(*counts, self.weights)
 
     def difference(self, arm: Counts, start: Counts) -> Estimate:
-        return self._against(arm, start, np.subtract)
+        return paired(start, arm, self.weights)
 
     def factor(self, arm: Counts, start: Counts) -> Estimate:
-        return self._against(arm, start, _over)
-
-    def _against(self, arm: Counts, start: Counts, how: Callable) -> Estimate:
-        values = [ratio(c[0].sum(), c[1].sum()) for c in (arm, start)]
-        if None in values or (how is _over and not values[1]):
+        if not start[0].sum():
             return Estimate(None, None, None, 0)
-        interval = (None, None)
-        if len(self.rows) > 1:
-            interval = interval_of(how(*(replicates_of(*c, self.weights) for c in (arm, start))))
-        return rounded(float(how(*values)), *interval, float(arm[1].sum()))
+        return paired(start, arm, self.weights, _over)
 
 
 def _over(a, b):
@@ -299,27 +279,23 @@ def _number(value: float | None) -> str:
 
 
 def _percent(figure: Estimate) -> str:
-    if figure.value is None:
-        return "-"
-    if figure.low is None or figure.high is None:
-        return f"{100 * figure.value:.1f}"
-    return f"{100 * figure.value:.1f} ({100 * figure.low:.1f} to {100 * figure.high:.1f})"
+    return _shown(figure, lambda share: f"{100 * share:.1f}")
 
 
 def _points(figure: Estimate) -> str:
-    if figure.value is None:
-        return "-"
-    if figure.low is None or figure.high is None:
-        return f"{100 * figure.value:+.1f}"
-    return f"{100 * figure.value:+.1f} ({100 * figure.low:+.1f} to {100 * figure.high:+.1f})"
+    return _shown(figure, lambda share: f"{100 * share:+.1f}")
 
 
 def _factor(figure: Estimate) -> str:
+    return _shown(figure, lambda factor: f"{factor:.2f}")
+
+
+def _shown(figure: Estimate, number: Callable[[float], str]) -> str:
     if figure.value is None:
         return "-"
     if figure.low is None or figure.high is None:
-        return f"{figure.value:.2f}"
-    return f"{figure.value:.2f} ({figure.low:.2f} to {figure.high:.2f})"
+        return number(figure.value)
+    return f"{number(figure.value)} ({number(figure.low)} to {number(figure.high)})"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -180,11 +180,6 @@ class Bench:
         """What judges, as JSON values: two equal manifests judge alike."""
         return self.reward.manifest()
 
-    def offload(self) -> None:
-        """A reward with weights gives the device back until it is asked again."""
-        if hasattr(self.reward, "offload"):
-            self.reward.offload()
-
     def close(self) -> None:
         self.reward.close()
 

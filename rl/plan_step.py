@@ -16,6 +16,7 @@ from math import ceil
 import torch
 from PIL import Image
 
+from agent import protocol
 from agent.types import Ask, DrawAsk, Options, Transition, Turn
 from rl.memory import plan_run
 from rl.replay import batches, lay_out
@@ -33,8 +34,8 @@ from umm_reflect.training.flops import Flops, Learns, Work, flops
 from umm_reflect.training.trainable import RANK
 
 PROMPT = Prompt("plan", "Create an image with two red circles and a blue square.", {})
-# Measured on an H200: a token of a batch (bound by launches), and what compiling the attention of
-# long rows takes, once a step, forward and backward.
+# A token of a batch, as of the one row that was measured on an H200 (10 to 13 a second, bound by
+# launches); and a guess at what compiling the attention of long rows takes in a step.
 TOKEN_SECONDS, COMPILE_SECONDS = 0.09, 40.0
 KEEP_BYTES = 35 << 30  # a quarter of its memory, as rollouts have it
 
@@ -65,7 +66,7 @@ class BlankPolicy(RolloutPolicy):
         for ask, ids in zip(asks, force or [], strict=True):
             n = len(ids)
             said = Said(tuple(ids), (0.0,) * n, (None,) * n, (True,) * n, False)
-            prefix = tuple(self.bagel.tokens.encode(_prefix(ask)))
+            prefix = tuple(self.bagel.tokens.encode(protocol.prefix(ask.round)))
             turns.append(self._turn(ask, prefix, said, options, 0.0))
         return turns
 
@@ -93,12 +94,6 @@ class BlankPolicy(RolloutPolicy):
         image = Image.new("RGB", (width, height))
         segment = self.image(image)
         return Transition(image, **window, view=ask.view, segment=segment, latent=latent)
-
-
-def _prefix(ask: Ask) -> str:
-    from agent import protocol
-
-    return protocol.prefix(ask.round)
 
 
 def plan_step(

@@ -1,8 +1,17 @@
 # Programs side by side, since one small model does not fill a GPU. Sourced by scripts of this folder,
-# after _setup.sh; WORK: where each program's words go, NAME.log. MOST: how many run at once.
+# after _setup.sh and their arguments; WORK: where each program's words go, NAME.log. MOST: how many
+# run at once. WORK and MODEL may be relative to where the script was started; OWN_PYTHON is used in
+# place of .venv. From here on the script runs at the repository's root.
 #
 #   begin NAME COMMAND ...           # waits while MOST of them run
 #   finish                           # waits for all; ends the script where one of them failed
+
+mkdir -p "$WORK"
+WORK="$(cd "$WORK" && pwd)"
+if [ -n "$MODEL" ] && [ -d "$MODEL" ]; then MODEL="$(cd "$MODEL" && pwd)"; fi
+MODEL="${MODEL:-pretrained/bagel-nano-shapes}"
+if [ -n "$OWN_PYTHON" ]; then PYTHON="$OWN_PYTHON"; else setup; fi
+cd "$ROOT"
 
 NAMES=() PIDS=()
 WORKERS=2 # that judge, of each program; the same on every machine, as a run's settings are

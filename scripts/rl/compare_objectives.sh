@@ -32,13 +32,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 MOST=4
-mkdir -p "$WORK"
-WORK="$(cd "$WORK" && pwd)"
-if [ -n "$MODEL" ] && [ -d "$MODEL" ]; then MODEL="$(cd "$MODEL" && pwd)"; fi
-if [ -n "$OWN_PYTHON" ]; then PYTHON="$OWN_PYTHON"; else setup; fi
-cd "$ROOT"
-source scripts/rl/_together.sh
-MODEL="${MODEL:-pretrained/bagel-nano-shapes}"
+source "$ROOT/scripts/rl/_together.sh"
 
 RUNS=(nano-single nano-awm nano-nft)
 for run in "${RUNS[@]}"; do

@@ -56,14 +56,8 @@ done
 for word in ${STAGES//,/ }; do
   chosen train,eval,table "$word" || { echo "error: there is no stage '$word'. Choose of train, eval, table." >&2; exit 2; }
 done
-mkdir -p "$WORK"
-WORK="$(cd "$WORK" && pwd)"
-if [ -n "$MODEL" ] && [ -d "$MODEL" ]; then MODEL="$(cd "$MODEL" && pwd)"; fi
 case "$RECIPE" in /*) ;; *.yaml | *.yml) RECIPE="$PWD/$RECIPE" ;; esac
-if [ -n "$OWN_PYTHON" ]; then PYTHON="$OWN_PYTHON"; else setup; fi
-cd "$ROOT"
-source scripts/rl/_together.sh
-MODEL="${MODEL:-pretrained/bagel-nano-shapes}"
+source "$ROOT/scripts/rl/_together.sh"
 
 # RUNS: names; of each the arm is what comes before its last dash
 RUNS=()
