@@ -7,8 +7,12 @@ code = run(config)                      # one process; or `train` on several
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -120,6 +124,33 @@ def state_bytes(path: Path) -> dict[str, bytes]:
     state = {name: torch.empty(m.size, dtype=m.properties.dtype) for name, m in names.items()}
     dcp.load(state, storage_reader=reader, no_dist=True)
     return {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+
+
+def lines_of(out: Path) -> list[bytes]:
+    path = out / "metrics.jsonl"
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def kill_by_lot(
+    begin: Callable[[], BaseProcess], out: Path, lot: Random, most: int, late: float
+) -> int:
+    """Start a run over and over and kill it up to `late` seconds after its next line of metrics, so
+    somewhere in a step or a save, until it ends by itself; how often it was killed."""
+    kills = 0
+    while kills < most:
+        child = begin()
+        child.start()
+        before, until = len(lines_of(out)), time.monotonic() + 90
+        while child.is_alive() and len(lines_of(out)) <= before:
+            assert time.monotonic() < until, "it does not begin"
+            time.sleep(0.005)
+        time.sleep(lot.uniform(0, late))
+        if not child.is_alive():
+            break
+        child.kill()
+        child.join()
+        kills += 1
+    return kills
 
 
 def about(out: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from rl.train import Run
 from rl.train_config import Config
 from tests.learning import run_processes
 from tests.rl_runs import Toy, quick, run, step_lines, toy_config, write_toy
-from tests.sft_runs import about, master_bytes, state_bytes
+from tests.sft_runs import about, kill_by_lot, master_bytes, state_bytes
 from tests.tiny import write_tiny_checkpoint
 from umm_reflect.errors import UserError
 from umm_reflect.profile import load_profile, save_profile
@@ -93,29 +92,17 @@ def run_alone(config: Config) -> None:
     run(config)
 
 
-def lines_of(out: Path) -> list[bytes]:
-    path = out / "metrics.jsonl"
-    return path.read_bytes().splitlines() if path.exists() else []
-
-
 def test_kill_9_at_moments_drawn_by_lot_changes_nothing(toy, straight, tmp_path):
     config = toy_config(toy, tmp_path / "run", **CHANGES)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.rl_runs"])
-    lot, kills = random.Random(3), 0
-    for _ in range(3):
-        child = context.Process(target=run_alone, args=(config,))
-        child.start()
-        before, until = len(lines_of(tmp_path / "run")), time.monotonic() + 90
-        while child.is_alive() and len(lines_of(tmp_path / "run")) <= before:
-            assert time.monotonic() < until, "it does not begin"
-            time.sleep(0.005)
-        time.sleep(lot.uniform(0, 0.3))
-        if not child.is_alive():
-            break
-        child.kill()
-        child.join()
-        kills += 1
+    kills = kill_by_lot(
+        lambda: context.Process(target=run_alone, args=(config,)),
+        tmp_path / "run",
+        random.Random(3),
+        most=3,
+        late=0.3,
+    )
     assert kills >= 2
     assert run(config) == 0
     same_end(tmp_path / "run", straight)

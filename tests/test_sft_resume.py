@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from tests.learning import run_processes
 from tests.sft_runs import (
     Folders,
     about,
+    kill_by_lot,
     master_bytes,
     metrics,
     run,
@@ -75,21 +75,13 @@ def test_kill_9_at_moments_drawn_by_lot_changes_nothing(folders, straight, tmp_p
     config = tiny_config(folders, tmp_path / "run", **CHANGES)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.learning", "tests.sft_runs"])
-    lot, kills = random.Random(7), 0
-    while kills < 5:
-        child = context.Process(target=run_alone, args=(config,))
-        child.start()
-        # from its first line of metrics on: somewhere in a step or a save
-        before, until = len(lines_of(tmp_path / "run")), time.monotonic() + 90
-        while child.is_alive() and len(lines_of(tmp_path / "run")) <= before:
-            assert time.monotonic() < until, "it does not begin"
-            time.sleep(0.005)
-        time.sleep(lot.uniform(0, 0.4))
-        if not child.is_alive():
-            break
-        child.kill()
-        child.join()
-        kills += 1
+    kills = kill_by_lot(
+        lambda: context.Process(target=run_alone, args=(config,)),
+        tmp_path / "run",
+        random.Random(7),
+        most=5,
+        late=0.4,
+    )
     assert kills >= 2
     run(config)
     same_end(tmp_path / "run", straight)
@@ -99,11 +91,6 @@ def run_alone(config: Config) -> None:
     torch.set_num_threads(1)
     sft.train.plot_curves = lambda *_: None
     run(config)
-
-
-def lines_of(out: Path) -> list[bytes]:
-    path = out / "metrics.jsonl"
-    return path.read_bytes().splitlines() if path.exists() else []
 
 
 def test_a_start_that_goes_on_reads_no_picture_until_data_or_settings_change(
