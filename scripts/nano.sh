@@ -7,6 +7,8 @@
 #   gather, sft        its own trajectories, distorted shapes and drawn ones; then the SFT trainer
 #   gather-again, sft-again    the same from there, with more of them
 #   eval               the test sets, three seeds, both edit views
+#   short              not among the others: one short training, without its own images. It overlooks
+#                      its own mistakes, so RL has room from there (scripts/rl/nano.sh --model WORK/short/checkpoint)
 #
 #   bash scripts/nano.sh                               # everything
 #   bash scripts/nano.sh --stages tokenizer,vae        # only these; what is done already is skipped
@@ -58,6 +60,11 @@ if wanted reflect; then
     --output-dir "$WORK/reflect" "${COMMON[@]}" --seconds 130 --decay 0.8 --compile \
     --muon-lr 0.012 --adamw-lr 1.2e-3 --draw-rows 144 --look-rows 36
   finished reflect
+fi
+if wanted short; then
+  "$PYTHON" -m sft.pretrain --output-dir "$WORK/short" "${COMMON[@]}" \
+    --seconds 190 --draw-shards 30 --look-shards 40 --decay 0.5 --compile
+  finished short
 fi
 # together FOLDER CHECKPOINT COUNT [MORE]: three collectors side by side, since one does not fill a GPU
 together() {

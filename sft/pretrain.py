@@ -344,6 +344,30 @@ def run_steps(config, run, scale, losses, optimizer, log, device) -> int:
     step, used = load_state(out, optimizer) if config.resume else (0, 0.0)
     began = last = saved = time.time()
     logged = skipped = 0
+    elapsed = factor = 0.0
+
+    def note() -> None:
+        """The means since the last time."""
+        nonlocal last, logged, skipped
+        means = losses.take(logged)
+        before, skipped = skipped, int(optimizer.skipped)
+        rate, last = logged / (time.time() - last), time.time()
+        norm = float(optimizer.grad_norm)
+        log.log(
+            step,
+            lr_scale=factor,
+            steps_per_second=rate,
+            skipped=skipped,
+            grad_norm=norm,
+            **means,
+        )
+        if skipped - before > logged / 2:
+            raise FloatingPointError(f"gradients are not finite at step {step}: lower the rates")
+        if step % (10 * config.log_every) == 0:
+            shown = "  ".join(f"{name} {value:.3f}" for name, value in means.items())
+            print(f"step {step}  {elapsed:.0f} s  {rate:.1f}/s  {shown}", flush=True)
+        logged = 0
+
     with noticed_signals() as noticed:
         while not noticed:
             if step % 20 == 0 and device.type == "cuda":
@@ -358,30 +382,13 @@ def run_steps(config, run, scale, losses, optimizer, log, device) -> int:
             run()
             step += 1
             logged += 1
-            if logged == config.log_every or step == config.max_steps:
-                means = losses.take(logged)
-                before, skipped = skipped, int(optimizer.skipped)
-                rate, last = logged / (time.time() - last), time.time()
-                norm = float(optimizer.grad_norm)
-                log.log(
-                    step,
-                    lr_scale=factor,
-                    steps_per_second=rate,
-                    skipped=skipped,
-                    grad_norm=norm,
-                    **means,
-                )
-                if skipped - before > logged / 2:
-                    raise FloatingPointError(
-                        f"gradients are not finite at step {step}: lower the rates"
-                    )
-                if step % (10 * config.log_every) == 0:
-                    shown = "  ".join(f"{name} {value:.3f}" for name, value in means.items())
-                    print(f"step {step}  {elapsed:.0f} s  {rate:.1f}/s  {shown}", flush=True)
-                logged = 0
+            if logged == config.log_every:
+                note()
             if time.time() - saved > config.save_every:
                 save_state(out, optimizer, step, elapsed)
                 saved = time.time()
+    if logged:
+        note()
     save_state(out, optimizer, step, used + time.time() - began)
     if noticed:
         raise UserError(f"stopped by signal {noticed[0]} at step {step}", "Go on with --resume")
