@@ -117,8 +117,8 @@ class Run:
         config, began = self.config, time.perf_counter()
         options = {"device": config.device, "dtype": config.dtype, "attn": config.attn}
         self.bagel = Bagel.from_pretrained(str(self.folder), adapter=self.adapter, **options)
-        if isinstance(config, ReflectConfig) and config.capture:
-            self.bagel.capture = None
+        if isinstance(config, ReflectConfig) and not config.capture:
+            self.bagel.capture = False
         self.about = self._about(self.bagel)
         place = f"{self.about.versions['device']} {self.about.versions['dtype']}"
         print(f"{self.folder.name} on {place}, loaded in {time.perf_counter() - began:.1f} s")

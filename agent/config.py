@@ -95,9 +95,8 @@ class ReflectConfig(DrawConfig):
     """New samples of a malformed turn."""
     same_edit_limit: int | None = None
     """Stop when the same edit is asked for this many times in a row; 0: never."""
-    capture: bool = False
-    """On a GPU, say texts by captured CUDA graphs, which differ by rounding. Off until it has been
-    measured there (python -m agent.decode_speed)."""
+    capture: bool = True
+    """On a GPU, say texts by captured CUDA graphs, which differ from eager steps by rounding."""
     forced_turns: int | None = None
     """For measurements on random weights: legal turns of this many tokens that ask for an edit."""
 

@@ -86,6 +86,8 @@ class Config:
     """auto, bfloat16, float16 or float32."""
     attn: str = "auto"
     """The attention kernel."""
+    capture: bool = True
+    """Say turns by captured CUDA graphs where that pays (umm_reflect/decode.py), not eagerly."""
     seed: int = 0
     """Of the weights and of the run."""
     json: Path | None = None
@@ -169,6 +171,7 @@ def measure(config: Config) -> dict[str, Any]:
         "prompt_tokens": len(bagel.tokens.encode(run_profile(config).system_prompt)),
         "size": config.size,
         "points": config.points,
+        "captured": gpu and bagel.capture is None,
         "weights_bytes": weights,
         "write_seconds": write.seconds if written else None,
         "load_seconds": load.seconds,
@@ -188,9 +191,11 @@ def measure(config: Config) -> dict[str, Any]:
 def load_bagel(config: Config) -> Bagel:
     from umm_reflect import Bagel
 
-    return Bagel.from_pretrained(
+    bagel = Bagel.from_pretrained(
         config.folder, device=config.device, dtype=config.dtype, attn=config.attn
     )
+    bagel.capture = None if config.capture else False
+    return bagel
 
 
 def drop_from_page_cache(path: Path) -> None:

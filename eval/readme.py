@@ -4,8 +4,8 @@
     python -m eval.readme --check    # exit code 1 when a block differs from its result file
 
 The figures come from files that commands wrote: `umm-reflect eval` (results/*/summary.json),
-`python -m agent.full_size` (full_size.json), `python -m eval.detector_speed` and `umm-reflect sft`
-(metrics.jsonl), all kept under pretrained/.
+`python -m agent.full_size` (full_size.json), `python -m agent.decode_speed`, `python -m
+eval.detector_speed` and `umm-reflect sft` (metrics.jsonl), all kept under pretrained/.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ SFT = (
     ("nano, all weights", "pretrained/bagel-nano-shapes/results/sft/metrics.jsonl"),
 )
 FULL_SIZE = ROOT / "pretrained" / "results" / "full_size_h200.json"
+DECODE = ROOT / "pretrained" / "results" / "decode_speed_nano_h200.json"
 VERIFIER = ROOT / "pretrained" / "results" / "verifier_speed_h200.json"
 MARK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
@@ -96,6 +97,7 @@ def full_size() -> str:
     tokens = told["turn_tokens"]
     edits = [p["seconds"] for p in pictures[1:]]
     speed = [n / t["own"] for n, t in zip(tokens, turns, strict=True)]
+    steps = "captured steps" if told.get("captured") else "eager steps"
     rows = [
         ("load 29.2 GB (from the page cache)", f"{told['load_seconds']:.1f} s"),
         ("host memory while loading", f"{told['host_grown_by_weights']:.2f} x the weights"),
@@ -103,10 +105,28 @@ def full_size() -> str:
         ("first image (two branches, cold start)", f"{pictures[0]['seconds']:.1f} s"),
         ("an edit (three branches)", f"{min(edits):.1f} to {max(edits):.1f} s"),
         ("a guided step", f"{told['step']['guided']['tflop_per_second']:.0f} TFLOP/s"),
-        ("text", f"{min(speed):.0f} to {max(speed):.0f} tokens/s"),
+        (f"text, {steps}", f"{min(speed):.0f} to {max(speed):.0f} tokens/s"),
     ]
     lines = [f"| {told['device']}, {told['size']}², {told['points']} points | |", "|---|---|"]
     return "\n".join(lines + [f"| {what} | {figure} |" for what, figure in rows]) + "\n"
+
+
+def decode() -> str:
+    """How fast nano speaks by eager steps and by captured ones, and how far log-probs are apart."""
+    told = json.loads(DECODE.read_text(encoding="utf-8"))
+    lines = [
+        f"| nano, {told['device']}, {told['dtype']}, texts of {told['tokens']} tokens "
+        "| eager steps | captured steps | log-probs apart: at most, in the mean |",
+        "|---|---|---|---|",
+    ]
+    for run in told["runs"]:
+        eager, captured = run["eager_tokens_per_second"], run["captured_tokens_per_second"]
+        most, mean = run["logprob_difference_largest"], run["logprob_difference_mean"]
+        lines.append(
+            f"| {run['rows']} at a time | {eager:,.0f} tokens/s | {captured:,.0f} tokens/s "
+            f"| {most:.2g}, {mean:.2g} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def sft() -> str:
@@ -143,6 +163,7 @@ def verifier() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "evaluation": evaluation,
     "full-size": full_size,
+    "decode": decode,
     "sft": sft,
     "verifier": verifier,
 }

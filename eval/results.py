@@ -9,7 +9,8 @@ A line holds words and verdicts. Times are elsewhere (timing.json), so that two 
 give one file. What hangs on single pixels is elsewhere too: another batch size moves a few of them
 by one level, which changes no verdict but every hash. So hashes, graded scores and boxes have a
 line of their own in images.jsonl beside it. `read_results` puts the two together; a file of an
-earlier version has no images.jsonl.
+earlier version has no images.jsonl. On a GPU rounding can change a word, where batches are others
+or texts are said by other kernels (captured steps and eager ones).
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class Config:
     """Schedule points; none: the recipe's."""
     edit_view: Literal["local", "full"] | None = None
     """What an edit sees; none: what the checkpoint says (the random one: local)."""
-    capture: bool = False
-    """Say turns by captured CUDA graphs (umm_reflect/decode.py)."""
+    capture: bool = True
+    """Say turns by captured CUDA graphs where that pays (umm_reflect/decode.py), not eagerly."""
     prompts: str = "geneval"
     """Where prompts come from, as for umm-reflect rl."""
     plan_only: bool = False
@@ -233,7 +233,7 @@ def _measured(settings: RunConfig, processes: Processes, capture: bool) -> dict[
     loading = Stopwatch(device)
     with loading.part("load") as load:
         run = MeasuredRun(settings, processes)
-    run.learner.bagel.capture = None if capture else False  # None: where it pays
+    run.learner.bagel.capture = None if capture else False
     meter = Meter(device)
     with run.judges(), timed(meter):
         values = run.step()

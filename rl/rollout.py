@@ -10,7 +10,8 @@
 It is the loop of `agent/`, on gathered weights, without collectives: a rank that is done waits for
 nobody. What was chosen is in the turns and transitions: ids, allowed sets, log-probs, the states of
 the noise window and the final latent in fp32. Every random draw has a name (rl/types.py, `Place`),
-so a rollout does not depend on the number of processes, the batch size or a resume.
+so a rollout does not depend on the number of processes, the batch size or a resume (on a GPU but
+for rounding: kernels are chosen by shapes, and long texts are said by captured steps).
 
 A new policy (engine, prefix cache) is made on each call: nothing outlives an update of the weights.
 """

@@ -49,13 +49,13 @@ def test_a_run_leaves_a_trace_and_a_story_and_says_where(run, tmp_path, capsys):
     assert len(about["model_sha256"]) == 64
 
 
-def test_captured_graphs_are_switched_on_by_a_flag(run, monkeypatch):
+def test_captured_graphs_are_switched_off_by_a_flag(run, monkeypatch):
     seen, load = [], cli.Run.load
     monkeypatch.setattr(cli.Run, "load", lambda self: (load(self), seen.append(self.bagel.capture)))
-    for words in ([], ["--capture"]):
+    for words in ([], ["--no-capture"]):
         assert run("reflect", "two red circles", "--max-tokens", "2", *words) == 0
     assert run("generate", "two red circles") == 0
-    assert seen == [False, None, False]
+    assert seen == [None, False, None]
 
 
 def test_a_run_repeats_from_any_of_its_images(run, tmp_path):

@@ -4,13 +4,14 @@ left, with one line, and changes no result. Graphs are played by a recorder that
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.counted import counted, ragged
 from tests.tiny import write_tiny_checkpoint
-from umm_reflect import Bagel, adapters, decode
+from umm_reflect import Bagel, adapters, decode, graphs
 from umm_reflect.decode import Decoder, StaticDecoder, make_decoder
 from umm_reflect.generate import Engine, Said, StopRule, say
 from umm_reflect.graphs import NotCaptured
@@ -150,6 +151,20 @@ def test_logits_are_those_of_the_live_rows(bagel):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
+def test_the_default_captures_texts_that_may_be_long_on_a_gpu(bagel, monkeypatch):
+    monkeypatch.setattr(decode, "Decoder", lambda *_: "eager")
+    monkeypatch.setattr(decode, "StaticDecoder", lambda *_: "captured")
+    gpu = SimpleNamespace(device=torch.device("cuda"), language_model=bagel.language_model)
+
+    def kind(model, steps: int, capture=bagel.capture) -> str:
+        return make_decoder(model, [], [], 400, steps=steps, capture=capture)
+
+    assert [kind(gpu, 15), kind(gpu, 16), kind(bagel, 16)] == ["eager", "captured", "eager"]
+    assert kind(gpu, 400, capture=False) == "eager"
+    next(bagel.language_model.parameters()).ds_id = 0  # what ZeRO-3 writes on its weights
+    assert kind(gpu, 400) == "eager"
+
+
 def test_automatic_is_eager_on_the_cpu_and_the_models_attribute_counts(bagel):
     def kind(**options):
         [cache] = Engine(bagel).caches(ragged(bagel)[:1])
@@ -219,6 +234,27 @@ def test_finished_ones_of_few_rows_stay_in_the_graph(bagel, recorder):
     assert_same(speak(bagel, force=force, capture=True), eager)
     assert recorder.records == 1
     assert recorder.replays == 19 - 1 + 1  # and the one that was compared
+
+
+def test_a_graph_lives_as_long_as_one_call(bagel, monkeypatch):
+    made: list[Recorder] = []
+    monkeypatch.setattr(decode, "make_recorder", lambda device: made.append(Recorder()) or made[-1])
+    force = [[5] * 20] * 8
+    texts = []
+    for factor in (1.0, 0.5):  # as a learner changes its weights, in place
+        with torch.no_grad():
+            bagel.language_model.lm_head.weight.mul_(factor)
+        eager = speak(bagel, force=force, capture=False)
+        texts.append(speak(bagel, force=force, capture=True))
+        assert_same(texts[-1], eager)
+    assert texts[0] != texts[1]
+
+    def interrupt(row: int, token: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        speak(bagel, force=force, capture=True, on_token=interrupt)
+    assert [(one.records, one.closed) for one in made] == [(1, 1)] * 3
 
 
 def test_the_first_replay_is_compared_with_an_eager_step(bagel, recorder, capsys):
@@ -307,32 +343,52 @@ def test_what_must_not_be_captured_is_not(bagel, recorder, capsys):
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def recorded(monkeypatch) -> list[graphs.Recorder]:
+    """The recorder of each capture that was begun."""
+    begun, record = [], graphs.Recorder.record
+    monkeypatch.setattr(
+        graphs.Recorder, "record", lambda self, forward: begun.append(self) or record(self, forward)
+    )
+    return begun
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_captured_steps_give_the_log_probs_of_eager_ones(checkpoint, dtype, capsys, monkeypatch):
+def test_captured_steps_give_the_log_probs_of_eager_ones(
+    checkpoint, dtype, recorded, capsys, monkeypatch
+):
     monkeypatch.setattr(decode, "KEYS_STEP", 32)  # several captures
     bagel = Bagel.from_pretrained(checkpoint, device="cuda", dtype=dtype)
     force = [[5 + row + i for i in range(20 + 10 * row)] for row in range(8)]
     options = {"force": force, "max_tokens": 96}
-    expected = speak(bagel, capture=False, **options)
-    for _ in range(2):
+    for factor in (1.0, 0.5):  # the second call finds other weights in the same place
+        with torch.no_grad():
+            bagel.language_model.lm_head.weight.mul_(factor)
+        expected = speak(bagel, capture=False, **options)
+        recorded.clear()
         for one, other in zip(speak(bagel, **options), expected, strict=True):
             assert one.sampled_ids == other.sampled_ids
             near = 1e-3 if dtype == "float32" else 0.3
             assert one.logprobs == pytest.approx(other.logprobs, abs=near)
+        assert len(recorded) > 2
+        assert len(set(recorded)) == 1
+        assert recorded[0].graph is None  # it is gone with the call
     assert capsys.readouterr().err == ""
     assert bagel.capture is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_step_that_waits_for_the_host_is_not_captured(checkpoint, capsys):
+def test_a_step_that_waits_for_the_host_is_not_captured(checkpoint, recorded, capsys):
     bagel = Bagel.from_pretrained(checkpoint, device="cuda", dtype="float32")
     norm = bagel.language_model.model.norm
     hook = norm.register_forward_hook(lambda module, given, out: out * (out.sum().item() * 0 + 1))
     said = speak(bagel)
     assert "note: text is said without a CUDA graph" in capsys.readouterr().err
+    assert bagel.capture is False
     hook.remove()
     bagel.capture = None
     for one, other in zip(said, speak(bagel), strict=True):
         assert one.sampled_ids == other.sampled_ids
     assert bagel.capture is None  # and a later capture works
+    assert len(recorded) == 2

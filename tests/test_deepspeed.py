@@ -16,6 +16,7 @@ import torch
 
 from tests.learning import batch_of, learner_of, run_processes, tiny_bagel, update
 from umm_reflect.adapters import attach_lora
+from umm_reflect.decode import _obstacle
 from umm_reflect.errors import UserError
 from umm_reflect.training.learner import OptimizerSettings
 from umm_reflect.training.processes import Processes, start
@@ -90,6 +91,7 @@ if INSTALLED:
         assert result["norms"][3] == math.inf
         assert result["moved"] == (False, True)
         assert result["whole"]
+        assert result["obstacle"] == ("the weights are sharded" if stage == 3 else None)
 else:
 
     def test_without_deepspeed_the_error_says_what_to_install(folder):
@@ -124,6 +126,7 @@ def details(_: Processes, folder: Path, stage: int) -> dict:
                 moved_by_nan = moved
         with learner.inference() as model:
             whole = all(p.numel() > 0 for p in model.parameters())
+            obstacle = _obstacle(model)
         learner.forward(*batch)
         state = learner.state_dict()
     return {
@@ -134,4 +137,5 @@ def details(_: Processes, folder: Path, stage: int) -> dict:
         "norms": norms,
         "moved": (moved_by_nan, moved),
         "whole": whole,
+        "obstacle": obstacle,
     }

@@ -38,6 +38,7 @@ def test_a_run_draws_an_edit_a_round_with_turns_of_the_asked_for_length(figures)
     assert figures["pictures"] == 3
     assert figures["turn_tokens"] == [140, 140]
     assert figures["write_seconds"] > 0
+    assert not figures["captured"]  # a CPU has no graphs
     assert figures["load_seconds"] > 0
     outer = [part["name"] for part in figures["parts"] if part["inside"] == "reflect"]
     assert outer == ["picture 0", "turn 1", "picture 1", "turn 2", "picture 2"]

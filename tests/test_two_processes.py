@@ -29,8 +29,9 @@ from tests.learning import (
 from tests.tiny import TINY
 from umm_reflect.adapters import attach_lora
 from umm_reflect.context import Context
+from umm_reflect.decode import _obstacle as obstacle
 from umm_reflect.errors import UsageError
-from umm_reflect.generate import DrawRequest, DrawSettings, Engine, draw
+from umm_reflect.generate import DrawRequest, DrawSettings, Engine, draw, say
 from umm_reflect.rng import stream
 from umm_reflect.training import processes as processes_module
 from umm_reflect.training.learner import OptimizerSettings, empty_batch
@@ -242,6 +243,44 @@ def test_each_process_draws_what_it_likes_between_updates(folder, strategy):
     [alone] = drawn(Processes(), folder, "none")[:1]
     torch.testing.assert_close(one[0], alone, atol=1e-4, rtol=0)
     assert not torch.allclose(one[0], one[1], atol=1e-3)  # the average has moved
+
+
+def spoken(processes: Processes, folder: Path, strategy: str) -> tuple[list, list[str | None]]:
+    """What static steps say before and after an update, another number of texts on every rank; and
+    why nothing would be captured: at first, after a forward without gradients, and inside."""
+    bagel = tiny_bagel(folder)
+    learner = learner_of(bagel, processes, strategy, MUON)
+    obstacles, texts = [obstacle(bagel)], []
+    with torch.no_grad():
+        learner.forward(*batch_of(bagel, 0))  # FSDP2 keeps its last unit gathered
+    obstacles.append(obstacle(bagel))
+    for step in range(2):
+        with learner.inference() as model:
+            obstacles.append(obstacle(model))
+            caches = Engine(model).caches([Context.of(bagel.tokens.segment("a star"))])
+            for _ in range(1 + processes.rank):
+                [text] = say(
+                    *(model, caches),
+                    forced=[()],
+                    force=[list(range(10, 30))],
+                    temperature=1.0,
+                    max_tokens=20,
+                    generators=[stream(0, 0, 0, "say")],
+                    capture=True,
+                )
+            texts.append(text.logprobs)
+        update(learner, [batch_of(bagel, 2 * step + processes.rank)])
+    return texts, obstacles
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_gathered_weights_may_be_captured_and_sharded_ones_not(folder, strategy):
+    (one, obstacles), (two, others) = run_processes(spoken, 2, folder, strategy)
+    sharded = "the weights are sharded" if strategy == "fsdp2" else None
+    assert obstacles == others == [sharded, sharded, None, None]
+    assert one == two
+    assert one[0] == pytest.approx(spoken(Processes(), folder, "none")[0][0], abs=1e-4)
+    assert one[0] != pytest.approx(one[1], abs=1e-3)  # the update is seen
 
 
 # --- failures -------------------------------------------------------------------------------------

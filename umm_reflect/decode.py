@@ -12,6 +12,9 @@ that a CUDA graph of it can be replayed: ids, slots and positions are updated in
 from the slots hides the rest of the workspace, and finished rows stay until half of many have
 finished.
 
+A static step attends under a mask where an eager one of rows of equal length needs none, and may
+have more rows. Other kernels then run, and log-probs differ by rounding.
+
 What a capture costs: its warm-up is the step that was due anyhow, and recording takes the time of
 launching one more. The first one of a call is compared with an eager step: about three forwards. A
 step is captured anew when the longest row outgrows `KEYS_STEP` more keys, and after each halving.
@@ -348,7 +351,11 @@ class StaticDecoder:
 
 
 def _obstacle(bagel: Bagel) -> str | None:
-    """Why a step of this model must not be captured, where that is known beforehand."""
+    """Why a step of this model must not be captured, where that is known beforehand.
+
+    A forward of sharded weights starts collectives. Weights that `Learner.inference` has gathered
+    are plain tensors, and their forwards start none.
+    """
     if torch.is_autocast_enabled(bagel.device.type):
         return "autocast keeps copies of the weights that a graph would outlive"
     weights = bagel.language_model.parameters()

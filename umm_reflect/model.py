@@ -174,8 +174,8 @@ class Bagel(nn.Module):
     """The whole unified model except the VAE, which hangs on `vae` outside of the state dict.
 
     `tokens` and `frame` are set by the loader; `attn` chooses the attention kernel, `capture`
-    whether `say` captures its steps into CUDA graphs (False: never; None: where it pays, which has
-    not been measured yet).
+    whether `say` captures its steps into CUDA graphs (None: where it pays, which is on a GPU for
+    texts that may be long; False: never).
     """
 
     def __init__(self, config: BagelConfig):
@@ -191,7 +191,7 @@ class Bagel(nn.Module):
         self.connector = Connector(config.vit.hidden_size, width)
         self.vit_pos_embed = PositionTable(config.vit.grid_side, width)
         self.attn: Backend = "auto"
-        self.capture: bool | None = False
+        self.capture: bool | None = None
 
     @classmethod
     def from_pretrained(cls, name: str, **options) -> Bagel:

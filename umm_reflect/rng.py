@@ -1,6 +1,7 @@
 """Named random streams: every draw belongs to (seed, sample, round, purpose) and to nothing else.
 
-Noise and choices then do not depend on batch size, order, the number of processes or a resume::
+Noise, and the numbers that words are chosen by, then do not depend on batch size, order, the
+number of processes or a resume::
 
     noise = torch.randn(n, 64, generator=stream(seed=0, sample=12, round=1, purpose="latent"))
 """

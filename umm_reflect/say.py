@@ -4,7 +4,8 @@
     said = say(bagel, engine.caches(contexts), forced=..., temperature=0.5, max_tokens=512,
                generators=...)
 
-Randomness comes from one generator a sample, so nothing depends on what else is in the batch.
+Randomness comes from one generator a sample, so nothing depends on what else is in the batch, but
+for the rounding of a GPU's kernels, which are chosen by shapes.
 """
 
 from __future__ import annotations
