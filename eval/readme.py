@@ -38,6 +38,7 @@ SFT = (
 FULL_SIZE = ROOT / "pretrained" / "results" / "full_size_h200.json"
 DECODE = ROOT / "pretrained" / "results" / "decode_speed_nano_h200.json"
 VERIFIER = ROOT / "pretrained" / "results" / "verifier_speed_h200.json"
+RL = ROOT / "pretrained" / "results" / "rl_full_size_h200.json"
 MARK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 LINES = {
@@ -160,12 +161,54 @@ def verifier() -> str:
     return "\n".join(lines) + "\n"
 
 
+def rl() -> str:
+    """How fast an RL step of the full-size model is, by phase, and the whole recipe by these."""
+    told = json.loads(RL.read_text(encoding="utf-8"))
+    found = {name: told[name] for name in told["config"]["recipes"]}
+    turns = told["config"]["turn_tokens"]
+
+    def seconds(of: dict, phase: str) -> str:
+        return f"{of['seconds'].get(phase, 0.0):.1f} s"
+
+    def drawn(of: dict) -> str:
+        return f"{seconds(of, 'draw')} ({of['mfu']['draw']:.0%} of the peak)"
+
+    def learned(of: dict) -> str:
+        return f"{sum(of['seconds'][phase] for phase in ('compare', 'forward', 'backward')):.1f} s"
+
+    def memory(of: dict) -> str:
+        return f"{max(of['peak_bytes'].values()) / 2**30:.0f} GiB"
+
+    def whole(of: dict) -> str:
+        size = of["published"]
+        return (
+            f"{size['images']} images, {size['seconds'] / 60:.0f} minutes, "
+            f"**{size['images_per_gpu_second']:.2f}** a GPU second"
+        )
+
+    rows: list[tuple[str, Callable[[dict], str]]] = [
+        ("trajectories, images drawn", lambda of: f"{of['trajectories']}, {of['images']}"),
+        (f"saying turns of {turns} tokens (captured steps)", lambda of: seconds(of, "say")),
+        ("drawing", drawn),
+        ("replay: old log-probs, forward and backward, compiling included", learned),
+        ("the step", lambda of: f"{of['all_seconds']:.0f} s"),
+        ("images a GPU second", lambda of: f"{of['images_per_gpu_second']:.2f}"),
+        ("GPU memory at most", memory),
+        ("the recipe's own size, extrapolated by operations", whole),
+    ]
+    lines = [f"| one {next(iter(found.values()))['device']} | " + " | ".join(found) + " |"]
+    lines.append("|---" * (len(found) + 1) + "|")
+    lines += [f"| {what} | {' | '.join(map(cell, found.values()))} |" for what, cell in rows]
+    return "\n".join(lines) + "\n"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "evaluation": evaluation,
     "full-size": full_size,
     "decode": decode,
     "sft": sft,
     "verifier": verifier,
+    "rl": rl,
 }
 
 
