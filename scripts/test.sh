@@ -10,7 +10,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 setup dev
 
-# One process a core with one thread each: faster than many threads on these small models.
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# One process a core, with one thread each (tests/conftest.py).
 cd "$ROOT"
 exec "$PYTHON" -m pytest -n logical --maxprocesses 8 --dist worksteal --durations 10 "$@"

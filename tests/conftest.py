@@ -48,6 +48,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # One thread in every process of a test: bits depend on the number, and one is the fastest on
+    # these small models. Torch reads it when it is imported, which is later.
+    os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if config.pluginmanager.hasplugin("dsession"):
         config.pluginmanager.register(_SkippedFilesOfWorkers())

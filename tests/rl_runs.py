@@ -1,6 +1,7 @@
 """What the tests of the RL trainer share: a two-layer BAGEL that has learnt two turns, a run of it.
 
     toy = write_toy(tmp_path)                   # seconds: it is trained to say either turn
+    toy = write_toy(tmp_path, steps=0)          # random weights
     quick()                                     # its judge is known
     config = toy_config(toy, tmp_path / "run", max_steps=4)
     code = run(config)
@@ -64,8 +65,9 @@ class Toy:
     threshold: float
 
 
-def write_toy(root: Path) -> Toy:
-    """The model, the prompts, and the brightness that half of its edits pass."""
+def write_toy(root: Path, steps: int = 160) -> Toy:
+    """The model after `steps` of training, the prompts, and the brightness that half of its edits
+    pass."""
     torch.manual_seed(0)
     model = write_tiny_checkpoint(root / "model")
     profile = ReflectionProfile(
@@ -84,11 +86,11 @@ def write_toy(root: Path) -> Toy:
     lines = [{"prompt": PROMPT, "uid": f"toy {i}", "image": "black.png"} for i in range(4)]
     prompts = root / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    _teach_two_turns(model, black)
+    _teach_two_turns(model, black, steps)
     return Toy(model, prompts, _median_brightness(model, black))
 
 
-def _teach_two_turns(model: Path, black: Image.Image, steps: int = 160) -> None:
+def _teach_two_turns(model: Path, black: Image.Image, steps: int) -> None:
     bagel = load(model, device="cpu", dtype="float32", attn="auto")
     policy = BagelPolicy(bagel, load_profile(model))
     seen = start(policy, PROMPT, black)

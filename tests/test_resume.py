@@ -86,6 +86,31 @@ def test_a_resumed_lora_is_bit_equal_too(folder, tmp_path):
     assert equal(resumed, through)
 
 
+@pytest.fixture
+def threads():
+    """Sets the number of this process's threads, for the test alone."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_a_resume_takes_over_the_number_of_threads_that_bits_depend_on(
+    folder, tmp_path, threads, capsys
+):
+    threads(2)
+    through = new(folder)
+    train(through, 0, 1)
+    save_resume(tmp_path, through, 1, {})
+    train(through, 1, 6)
+    threads(1)
+    resumed = new(folder)
+    load_resume(tmp_path, resumed)
+    assert torch.get_num_threads() == 2
+    assert "with 2 threads, as before, not 1" in capsys.readouterr().err
+    train(resumed, 1, 6)
+    assert equal(resumed, through)
+
+
 def test_the_newest_states_are_kept_and_the_newest_is_taken(folder, tmp_path):
     learner = new(folder)
     assert latest(tmp_path / "none") is None
@@ -150,6 +175,9 @@ def test_kill_9_at_random_moments_ends_in_the_same_bits(folder, tmp_path):
         while child.is_alive() and latest(out) == before:  # it has begun to save
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.15))
+        if killed % 3 == 2:  # inside of a save, however long a step takes
+            while child.is_alive() and not any(out.glob(".writing-*")):
+                time.sleep(0.002)
         child.kill()
         child.join()
         killed += child.exitcode == -9
@@ -196,7 +224,10 @@ def test_one_process_saves_two_resume_and_back(folder, tmp_path):
     parts.append(go_on(Processes(), folder, out, "none", 6, 8))
     torch.testing.assert_close(torch.cat(parts), expected, atol=1e-6, rtol=1e-6)
     about = json.loads((latest(out) / ABOUT).read_text())
-    assert about == {"step": 8, "processes": 1, "strategy": "none", "extra": {}}
+    threads = torch.get_num_threads()
+    assert about == {
+        **{"step": 8, "processes": 1, "strategy": "none", "threads": threads, "extra": {}},
+    }
 
 
 # --- what does not belong -------------------------------------------------------------------------

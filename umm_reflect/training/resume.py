@@ -9,6 +9,9 @@ reads its shards; another number of processes or another strategy reads it too) 
 It is written under another name and renamed, so that a killed process leaves the states before it.
 Masters, moments, averages, counters and the random generators of each process are in it; frozen
 weights are not. Several machines need a folder that all of them see.
+
+On the CPU as many processes go on with as many threads as before: bits depend on it, since the sums
+of a bias or a norm are made of one part a thread.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -24,6 +28,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -62,7 +67,10 @@ def save_resume(
         aside.mkdir(parents=True)
 
     def finish() -> None:
-        about = {"step": step, "processes": processes.world, "strategy": learner.strategy}
+        about = {
+            **{"step": step, "processes": processes.world, "strategy": learner.strategy},
+            "threads": torch.get_num_threads(),
+        }
         write_aside(aside / ABOUT, json.dumps({**about, "extra": extra}, indent=2) + "\n")
         if path.exists():
             _remove(path)
@@ -203,7 +211,7 @@ def read_extra(path: Path) -> dict[str, Any]:
 
 def load_resume(folder: str | Path, learner: Learner) -> tuple[int, dict[str, Any]]:
     """(step, extra) of the newest state in a folder, or of the state that is named; the learner
-    takes it over. Every process calls it.
+    takes it over, and this process its number of threads. Every process calls it.
 
     Errors: UserError where there is none; CheckpointError when it is damaged or belongs to another
     model, adapter, optimizer or choice of trained weights.
@@ -236,7 +244,19 @@ def load_resume(folder: str | Path, learner: Learner) -> tuple[int, dict[str, An
     learner.load_state_dict(state)
     if random:
         set_random_states({name.rsplit("/", 1)[1]: tensor for name, tensor in random.items()})
+    if processes.device.type == "cpu" and about["processes"] == processes.world:
+        _take_threads(about.get("threads"), processes)
     return step, extra
+
+
+def _take_threads(threads: int | None, processes: Processes) -> None:
+    """threads: None in older states."""
+    mine = torch.get_num_threads()
+    if threads in (None, mine):
+        return
+    torch.set_num_threads(threads)
+    if processes.main:
+        print(f"note: going on with {threads} threads, as before, not {mine}", file=sys.stderr)
 
 
 def _random_to_load(saved: dict[str, tuple], processes: Processes) -> dict[str, Tensor]:
