@@ -85,6 +85,8 @@ class ReflectConfig(DrawConfig):
     """Of the text; 0 takes the most likely token."""
     sure_of_ten: float | None = None
     """The least probability of a score of 10 that is said; 0: any."""
+    glances: int | None = None
+    """How many times the image is looked at for it: as it is, and moved a little (1 to 5)."""
     edit_view: Literal["local", "full"] | None = None
     """What an edit sees: the current image and the edit text, or everything so far."""
     layout: Literal["rl", "sft"] | None = None
@@ -142,7 +144,7 @@ def resolved_profile(profile: ReflectionProfile, config: DrawConfig) -> Reflecti
             given = {name: value for name, value in drawing.items() if value is not None}
             changes[kind] = replace(getattr(profile, kind), **given)
         if isinstance(config, ReflectConfig):
-            names = ("max_rounds", "max_tokens", "temperature", "sure_of_ten")
+            names = ("max_rounds", "max_tokens", "temperature", "sure_of_ten", "glances")
             said = {n: getattr(config, n) for n in names if getattr(config, n) is not None}
             changes["say"] = replace(profile.say, **said)
             for name in ("edit_view", "layout"):

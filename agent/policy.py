@@ -26,7 +26,7 @@ from agent.types import (
     Transition,
     Turn,
 )
-from umm_reflect.context import ImageSegment, TextSegment
+from umm_reflect.context import Context, ImageSegment, TextSegment
 
 if TYPE_CHECKING:
     from umm_reflect.flow import DrawSettings
@@ -122,7 +122,7 @@ class BagelPolicy:
             stop_after=None if force else self._stop_rule(options),
             on_token=on_token and _Stream(asks, tokens, on_token),
             force=force,
-            sure=self._sure,
+            sure=None if force else self._sure(asks, forced),
         )
         seconds = time.perf_counter() - began
         return [
@@ -170,15 +170,30 @@ class BagelPolicy:
                 )
         return [transitions[i] for i in range(len(asks))]
 
-    @property
-    def _sure(self) -> Sure | None:
+    def _sure(self, asks: Sequence[Ask], forced: Sequence[Sequence[int]]) -> Sure | None:
         """A score of 10 takes certainty where the profile says so. (Where digits are tokens, the
         score 1 begins with the same one and is withdrawn with it.)"""
-        from umm_reflect.generate import Sure
+        import torch
 
-        least = self.profile.say.sure_of_ten
-        first = self.bagel.tokens.encode(protocol.SCORES[-1])[0]
-        return Sure(first, least) if least else None
+        from umm_reflect.generate import Sure, first_shares
+        from umm_reflect.images import MOVES
+
+        say = self.profile.say
+        if not say.sure_of_ten:
+            return None
+        sure = Sure(self.bagel.tokens.encode(protocol.SCORES[-1])[0], say.sure_of_ten)
+        contexts = [ask.context for ask in asks]
+        moves = MOVES[: say.glances - 1]
+        if not moves or not all(context.has_images for context in contexts):  # a plan sees nothing
+            return sure
+        shares = []
+        for move in moves:
+            moved = [_with_moved_image(context, move) for context in contexts]
+            caches = self.engine.caches(moved, remember=False)
+            shares.append(
+                first_shares(self.bagel, caches, forced=forced, choices=self._scores, sure=sure)
+            )
+        return replace(sure, others=torch.stack(shares, 1))
 
     def _size(self, base: Image.Image | None) -> tuple[int, int]:
         return self.profile.size if base is None else self.profile.transforms.drawn_size(base)
@@ -218,6 +233,16 @@ class BagelPolicy:
             temperature=self.profile.say.temperature,
             seconds=seconds,
         )
+
+
+def _with_moved_image(context: Context, move: tuple[float, float]) -> Context:
+    """The context with its last image moved (`images.moved`)."""
+    from umm_reflect.images import moved
+
+    segments = list(context.segments)
+    last = max(i for i, segment in enumerate(segments) if isinstance(segment, ImageSegment))
+    segments[last] = moved(segments[last], move)
+    return Context(tuple(segments))
 
 
 class ScriptedPolicy:

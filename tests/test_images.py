@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from umm_reflect.context import ImageSegment
 from umm_reflect.errors import UsageError, UserError
 from umm_reflect.images import (
     MENDED,
@@ -22,6 +23,7 @@ from umm_reflect.images import (
     check_drawn_size,
     grid_positions,
     load_image,
+    moved,
     patchify_latent,
     patchify_pixels,
     released_transforms,
@@ -287,3 +289,17 @@ def test_positions_are_the_recorded_ones_in_both_modes(misc):
         patch = 16 if kind == "latent" else 14
         found = grid_positions(height // patch, width // patch, side, mode == "interpolate")
         assert torch.equal(found, misc[name])
+
+
+def test_a_moved_picture_keeps_its_size_and_is_filled_from_its_border():
+    picture = torch.arange(3 * 40 * 40, dtype=torch.float32).view(3, 40, 40)
+    down = moved(ImageSegment(picture, picture[:, :28, :28]), (0.025, 0.0))
+    assert torch.equal(down.vae_pixels[:, 1:], picture[:, :-1])
+    assert torch.equal(down.vae_pixels[:, 0], picture[:, 0])
+    assert torch.equal(down.vit_pixels[:, 1:], picture[:, :27, :28])
+    left = moved(ImageSegment(vit_pixels=picture), (0.0, -0.05))
+    assert not left.has_vae
+    assert torch.equal(left.vit_pixels[:, :, :-2], picture[:, :, 2:])
+    assert torch.equal(left.vit_pixels[:, :, -1], picture[:, :, -1])
+    with pytest.raises(ValueError, match="latent cannot be moved"):
+        moved(ImageSegment(latent=picture), (0.0, 0.025))

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from PIL import Image
 
 from agent import protocol
 from agent.loop import run_episodes
@@ -12,7 +14,11 @@ from tests.tiny import write_tiny_checkpoint
 from umm_reflect import Bagel
 from umm_reflect.context import Context
 from umm_reflect.flow import DrawSettings
+from umm_reflect.generate import Sure, first_shares
 from umm_reflect.hub import profile as profile_of
+from umm_reflect.images import MOVES, moved
+from umm_reflect.profile import SaySettings
+from umm_reflect.say import _Speaker
 
 PROMPTS = ["two red circles and a blue square", "a star"]
 
@@ -164,3 +170,36 @@ def test_a_profile_may_ask_for_certainty_before_a_score_of_ten(bagel, profile):
         assert all((top not in turn.allowed[0]) == least for turn in turns)
     with pytest.raises(ValueError, match="sure_of_ten is 1"):
         replace(profile.say, sure_of_ten=1)
+
+
+def test_glances_are_averaged_before_a_score_of_ten(bagel, profile, monkeypatch):
+    picture = Image.new("RGB", (64, 64), "white")
+    picture.paste("red", (20, 20, 40, 40))
+    policy = BagelPolicy(bagel, replace(profile, say=replace(profile.say, sure_of_ten=0.5)))
+    context = Context.of(policy.text("two red circles"), policy.image(picture))
+    asks = [Ask(context, 0, "Image #0", seed, "s") for seed in range(2)]
+    asks.append(Ask(context + policy.text("more"), 1, "Image #0", 0, "s"))
+    forced = [tuple(bagel.tokens.encode(protocol.prefix(ask.round))) for ask in asks]
+    first = policy._sure(asks, forced)
+    assert first.others is None
+    policy.profile = replace(profile, say=SaySettings(sure_of_ten=0.5, glances=5))
+    others = policy._sure(asks, forced).others
+    assert others.shape == (3, 4)
+    assert torch.equal(others[0], others[1])
+    assert others[0].unique().numel() == 4
+    at_right = Context(context.segments[:1]) + moved(context.segments[1], MOVES[0])
+    caches = policy.engine.caches([at_right])
+    options = {"forced": forced[:1], "choices": policy._scores, "sure": first}
+    torch.testing.assert_close(first_shares(bagel, caches, **options), others[:1, 0])
+    # the mean decides
+    logits = torch.zeros(3, bagel.tokens.size)
+    own = first.share(logits, policy._scores)[0]
+    speakers = [_Speaker(i, policy._scores, 4) for i in range(3)]
+    wanted = 0.5 * 3 - own  # with two glances more of 1 and of this the mean is one half
+    edge = torch.tensor([[1.0, wanted - 1 + 1e-4], [1.0, wanted - 1 - 1e-4], [0.0, 0.0]])
+    Sure(first.token, 0.5, edge).withdraw(logits, speakers)
+    assert [first.token in s.trie for s in speakers] == [True, False, False]
+    with pytest.raises(ValueError, match="without sure_of_ten"):
+        SaySettings(glances=2)
+    with pytest.raises(ValueError, match="glances is 6"):
+        SaySettings(sure_of_ten=0.5, glances=6)

@@ -12,7 +12,7 @@ They live in prefill.py, say.py (its steps: decode.py) and draw.py.
 from umm_reflect.draw import Drawn, DrawRequest, draw
 from umm_reflect.flow import DrawSettings
 from umm_reflect.prefill import Engine
-from umm_reflect.say import Said, StopRule, Sure, Trie, say
+from umm_reflect.say import Said, StopRule, Sure, Trie, first_shares, say
 
 __all__ = [
     "DrawRequest",
@@ -24,5 +24,6 @@ __all__ = [
     "Sure",
     "Trie",
     "draw",
+    "first_shares",
     "say",
 ]

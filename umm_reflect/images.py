@@ -238,6 +238,30 @@ def patchify(image_CHW: Tensor, patch: int) -> Tensor:
     return rearrange(image_CHW, "c (h p) (w q) -> (h w) (p q c)", p=patch, q=patch)
 
 
+# Where a glance finds the picture: (down, right), in shares of its sides.
+MOVES = ((0.0, 0.025), (0.0, -0.025), (0.025, 0.0), (-0.025, 0.0))
+
+
+def moved(segment: ImageSegment, move: tuple[float, float]) -> ImageSegment:
+    """The picture moved by whole pixels; its own border fills what comes in.
+
+    Errors: ValueError for a segment of a latent alone.
+    """
+    if segment.has_vae and segment.vae_pixels is None:
+        raise ValueError("a latent cannot be moved; give the picture's pixels")
+
+    def shifted(pixels_CHW: Tensor | None) -> Tensor | None:
+        if pixels_CHW is None:
+            return None
+        for axis, share in zip((1, 2), move, strict=True):
+            side = pixels_CHW.shape[axis]
+            places = (torch.arange(side) - round(share * side)).clamp(0, side - 1)
+            pixels_CHW = pixels_CHW.index_select(axis, places.to(pixels_CHW.device))
+        return pixels_CHW
+
+    return ImageSegment(shifted(segment.vae_pixels), shifted(segment.vit_pixels))
+
+
 def patchify_pixels(pixels_CHW: Tensor, patch: int = VIT_PATCH) -> Tensor:
     """ViT patches: [3, H, W] -> [(H/14)(W/14), 588]; see `patchify`."""
     return patchify(pixels_CHW, patch)

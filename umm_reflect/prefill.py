@@ -43,8 +43,9 @@ class Engine:
         self._patches: WeakKeyDictionary[ImageSegment, Tensor] = WeakKeyDictionary()
 
     @torch.inference_mode()
-    def caches(self, contexts: Sequence[Context]) -> list[KVCache]:
-        """The cache of each context; equal contexts are read once, shared prefixes too."""
+    def caches(self, contexts: Sequence[Context], *, remember: bool = True) -> list[KVCache]:
+        """The cache of each context; equal contexts are read once, shared prefixes too. remember:
+        whether they are kept for contexts to come."""
         waiting = list(dict.fromkeys(context.segments for context in contexts))
         done: dict[tuple[Segment, ...], KVCache] = {(): EMPTY}
         while waiting:
@@ -62,7 +63,8 @@ class Engine:
             for prefix, cache in zip(jobs, self._read(list(jobs.values())), strict=True):
                 done[prefix] = cache
             waiting = [segments for segments in waiting if segments not in done]
-        self._remember({context.segments: done[context.segments] for context in contexts})
+        if remember:
+            self._remember({context.segments: done[context.segments] for context in contexts})
         return [done[context.segments] for context in contexts]
 
     def _longest_prefix(self, segments, done) -> tuple[int, KVCache]:

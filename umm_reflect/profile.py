@@ -27,7 +27,7 @@ from umm_reflect.errors import CheckpointError, UsageError
 from umm_reflect.files import write_aside
 from umm_reflect.flow import DrawSettings
 from umm_reflect.hub import PROFILE, read_prompt
-from umm_reflect.images import Transforms, mended_transforms, released_transforms
+from umm_reflect.images import MOVES, Transforms, mended_transforms, released_transforms
 from umm_reflect.settings import build, nearest, to_mapping
 
 SCHEMA = 1
@@ -43,12 +43,15 @@ class SaySettings:
 
     sure_of_ten: the probability (among the legal scores, at temperature 1) from which on a score of
     10 may be said; a model that is less sure says one of the others, and why. 0: it always may.
+    glances: how many times the picture is looked at for that probability: as it is, and moved by
+    a fortieth of its side right, left, down and up, in this order. Their mean counts.
     """
 
     temperature: float = 0.5
     max_tokens: int = 512
     max_rounds: int = 3
     sure_of_ten: float = 0.0
+    glances: int = 1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -59,6 +62,13 @@ class SaySettings:
             raise ValueError(f"max_rounds is {self.max_rounds}; give 0 (no look at all) or more")
         if not 0 <= self.sure_of_ten < 1:
             raise ValueError(f"sure_of_ten is {self.sure_of_ten}; give 0 (off) to below 1")
+        if not 1 <= self.glances <= len(MOVES) + 1:
+            raise ValueError(f"glances is {self.glances}; give 1 to {len(MOVES) + 1}")
+        if self.glances > 1 and not self.sure_of_ten:
+            raise ValueError(
+                f"glances is {self.glances}, but without sure_of_ten nothing asks how sure the "
+                "model is"
+            )
 
 
 @dataclass(frozen=True)

@@ -98,22 +98,50 @@ class _Speaker:
 class Sure:
     """A first id that is only legal where it has at least this share of the first choice (of a
     trie, at temperature 1); less sure, a row chooses among the others.
+
+    others: [rows, glances] shares that it has in further contexts of each row; the mean counts.
     """
 
     token: int
     least: float
+    others: Tensor | None = None
+
+    def share(self, logits: Tensor, trie: Trie) -> Tensor:
+        """[rows] of logits [rows, vocabulary], fp32."""
+        legal = sorted(trie)
+        return logits[:, legal].float().softmax(-1)[:, legal.index(self.token)]
 
     def withdraw(self, logits: Tensor, speakers: Sequence[_Speaker]) -> None:
         """logits: [rows, vocabulary], of the first ids. Waits for the device once."""
         for trie in {id(s.trie): s.trie for s in speakers}.values():
             if trie is None or self.token not in trie or len(trie) < 2:
                 continue
-            legal = sorted(trie)
-            share = logits[:, legal].float().softmax(-1)[:, legal.index(self.token)].tolist()
+            share = self.share(logits, trie)
+            if self.others is not None:
+                share = torch.cat([share[:, None], self.others.to(share)], 1).mean(1)
             others = {token: rest for token, rest in trie.items() if token != self.token}
-            for speaker, own in zip(speakers, share, strict=True):
+            for speaker, own in zip(speakers, share.tolist(), strict=True):
                 if speaker.trie is trie and own < self.least:
                     speaker.trie = others
+
+
+@torch.inference_mode()
+def first_shares(
+    bagel: Bagel,
+    caches: Sequence[KVCache],
+    *,
+    forced: Sequence[Sequence[int]],
+    choices: Trie,
+    sure: Sure,
+) -> Tensor:
+    """[rows]: what share of the first choice `sure.token` has after each context and its forced
+    text. Nothing is said."""
+    pieces = [(bagel.frame.start, *ids) for ids in forced]
+    decoder = make_decoder(bagel, caches, pieces, 1, steps=1, capture=False)
+    try:
+        return sure.share(decoder.first, choices)
+    finally:
+        decoder.close()
 
 
 @torch.inference_mode()
