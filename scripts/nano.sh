@@ -6,7 +6,6 @@
 #   collect, grow      its own first images with a judge's reading, and all of it again with those
 #   gather, sft        its own trajectories, distorted shapes and drawn ones; then the SFT trainer
 #   gather-again, sft-again    the same from there, with more of them
-#   gather-looks, sft-looks    once more, with looks above all
 #   eval               the test sets, three seeds, both edit views
 #   short              not among the others: one short training, without its own images. It overlooks
 #                      its own mistakes, so RL has room from there (scripts/rl/nano.sh --model WORK/short/checkpoint)
@@ -18,12 +17,11 @@
 # Ends with a complete checkpoint folder in WORK/sft/checkpoint and its evaluation in WORK/eval.
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 
-STAGES=tokenizer,vae,pretrain,reflect,collect,grow,gather,sft,gather-again,sft-again,gather-looks,sft-looks,eval
+STAGES=tokenizer,vae,pretrain,reflect,collect,grow,gather,sft,gather-again,sft-again,eval
 WORK="$ROOT/outputs/nano"
 OWN_PYTHON=
 GROW_SECONDS=380
 SFT_SECONDS=340
-LOOK_SECONDS=275
 while [ $# -gt 0 ]; do
   case "$1" in
     --stages) STAGES="$2"; shift 2 ;;
@@ -68,20 +66,20 @@ if wanted short; then
     --seconds 190 --draw-shards 30 --look-shards 40 --decay 0.5 --compile
   finished short
 fi
-# together FOLDER CHECKPOINT COUNT SEED [MORE]: three collectors side by side, since one does not fill a GPU
+# together FOLDER CHECKPOINT COUNT [MORE]: three collectors side by side, since one does not fill a GPU
 together() {
-  local folder="$1" checkpoint="$2" count="$3" seed="$4" pids=() pid
-  shift 4
+  local folder="$1" checkpoint="$2" count="$3" pids=() pid
+  shift 3
   for part in 0 1 2; do
     "$PYTHON" -m eval.collect --model "$checkpoint" --output-dir "$WORK/$folder$part" --count "$count" \
-      --batch-size 1024 --seed "$((seed + part))" --workers 3 "$@" &
+      --batch-size 1024 --seed "$((count + part))" --workers 3 "$@" &
     pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid"; done
 }
 
 if wanted collect; then
-  together own "$WORK/reflect/checkpoint" 12288 12288
+  together own "$WORK/reflect/checkpoint" 12288
   finished collect
 fi
 if wanted grow; then
@@ -91,50 +89,42 @@ if wanted grow; then
     --draw-rows 192 --kept-rows 32 --look-rows 12 --own-rows 8 --seed 2
   finished grow
 fi
-# gathered FOLDER CHECKPOINT COUNT DISTORTED VARIANTS SEED: what the checkpoint is to learn from next
+# gathered FOLDER CHECKPOINT COUNT DISTORTED VARIANTS: what the checkpoint is to learn from next
 gathered() {
   local to="$1" drawn distorted
   mkdir -p "$to"
   "$PYTHON" -m sft.shapes_trajectories "$to/trajectories" --trajectories 20000 --drawings 40000 \
-    --seed "$6" --workers 4 &
+    --seed "$3" --workers 4 &
   drawn=$!
-  "$PYTHON" -m eval.distort --count "$4" --output-dir "$to/distorted" --seed "$6" --workers 8 &
+  "$PYTHON" -m eval.distort --count "$4" --output-dir "$to/distorted" --seed "$3" --workers 8 &
   distorted=$!
-  together "${to#"$WORK/"}/looked" "$2" "$3" "$6" --rounds 2
+  together "${to#"$WORK/"}/looked" "$2" "$3" --rounds 2
   wait "$drawn"
   wait "$distorted"
   "$PYTHON" -m sft.shapes_trajectories "$to/trajectories" --trajectories 0 --variants "$5" \
     --collected "$to"/looked{0,1,2} "$to/distorted"
 }
-# trained FOLDER DATA CHECKPOINT CONFIG SECONDS
+# trained FOLDER DATA CHECKPOINT
 trained() {
-  "$PYTHON" -m sft.train --config "scripts/sft/$4.yaml" --data "$2" --model "$3" \
-    --output-dir "$1" --max-seconds "$5"
+  "$PYTHON" -m sft.train --config scripts/sft/nano.yaml --data "$2" --model "$3" \
+    --output-dir "$1" --max-seconds "$SFT_SECONDS"
 }
 
 if wanted gather; then
-  gathered "$WORK/first" "$WORK/grow/checkpoint" 5120 30000 1 5120
+  gathered "$WORK/first" "$WORK/grow/checkpoint" 5120 30000 1
   finished gather
 fi
 if wanted sft; then
-  trained "$WORK/sft-first" "$WORK/first/trajectories" "$WORK/grow/checkpoint" nano "$SFT_SECONDS"
+  trained "$WORK/sft-first" "$WORK/first/trajectories" "$WORK/grow/checkpoint"
   finished sft
 fi
 if wanted gather-again; then
-  gathered "$WORK/second" "$WORK/sft-first/checkpoint" 6144 60000 2 6144
+  gathered "$WORK/second" "$WORK/sft-first/checkpoint" 6144 60000 2
   finished gather-again
 fi
 if wanted sft-again; then
-  trained "$WORK/sft-second" "$WORK/second/trajectories" "$WORK/sft-first/checkpoint" nano "$SFT_SECONDS"
+  trained "$WORK/sft" "$WORK/second/trajectories" "$WORK/sft-first/checkpoint"
   finished sft-again
-fi
-if wanted gather-looks; then
-  gathered "$WORK/third" "$WORK/sft-second/checkpoint" 6144 40000 2 7770
-  finished gather-looks
-fi
-if wanted sft-looks; then
-  trained "$WORK/sft" "$WORK/third/trajectories" "$WORK/sft-second/checkpoint" nano_looks "$LOOK_SECONDS"
-  finished sft-looks
 fi
 if wanted eval; then
   "$PYTHON" -m eval.run shapes553 compound hard --model "$WORK/sft/checkpoint" --seeds 0,1,2 \
