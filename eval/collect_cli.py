@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
     mapping = with_place(named(config.reward, config.reward_set), config.workers, None)
     folder = hub.resolve(config.model)
     adapter = hub.resolve(config.adapter) if config.adapter else None
-    profile = resolved_profile(hub.profile(folder), config.reflect_config())
+    profile = resolved_profile(hub.profile(folder, adapter), config.reflect_config())
     device = resolve_device(config.device)
     facts = {
         "computed_on": f"{device.type}, {resolve_dtype(config.dtype, device)}",
