@@ -151,6 +151,18 @@ def test_a_damaged_record_is_one_line(tmp_path):
         hub.digest(ROOT / "pyproject.toml")
 
 
+def test_a_cached_model_is_whole_with_all_its_parts(tmp_path):
+    assert not hub._is_whole_model(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert not hub._is_whole_model(tmp_path)
+    (tmp_path / "model-1.safetensors").write_text("")
+    assert hub._is_whole_model(tmp_path)
+    index = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert not hub._is_whole_model(tmp_path)
+    assert hub.resolve(str(tmp_path)) == tmp_path
+
+
 # --- profiles -------------------------------------------------------------------------------------
 
 PROFILE = ReflectionProfile(

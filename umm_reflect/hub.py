@@ -174,7 +174,7 @@ def _is_whole_model(folder: Path) -> bool:
         return False
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        return (folder / "model.safetensors").exists()
+        return any(folder.glob("*.safetensors"))
     try:
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
