@@ -94,7 +94,7 @@ class Run:
         self.folder = resolve(self.config.model)
         self.adapter = resolve(self.config.adapter) if self.config.adapter else None
         model = BagelConfig.from_folder(self.folder)
-        self.profile = resolved_profile(profile(self.folder), self.config)
+        self.profile = resolved_profile(profile(self.folder, self.adapter), self.config)
         size = self.profile.size
         if self.source is not None:
             size = self.profile.transforms.drawn_size(self.source)

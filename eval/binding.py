@@ -56,15 +56,16 @@ class Binding:
 
 def verifier_sha256(manifest: Mapping[str, Any]) -> str:
     """What judges, as one hash: of the manifest without HOW_FAST, as sorted JSON."""
-    kept = json.dumps(_lasting(manifest), sort_keys=True, ensure_ascii=False)
+    kept = json.dumps(lasting(manifest), sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(kept.encode()).hexdigest()
 
 
-def _lasting(value: Any) -> Any:
+def lasting(value: Any) -> Any:
+    """A manifest, or a part of one, without HOW_FAST: what a resume compares."""
     if isinstance(value, Mapping):
-        return {str(k): _lasting(v) for k, v in value.items() if k not in HOW_FAST}
+        return {str(k): lasting(v) for k, v in value.items() if k not in HOW_FAST}
     if isinstance(value, list | tuple):
-        return [_lasting(one) for one in value]
+        return [lasting(one) for one in value]
     return value
 
 

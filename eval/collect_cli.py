@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from agent.config import NANO, ReflectConfig, loop_options, resolved_profile
+from eval.binding import lasting
 from eval.collect_kinds import LEARNED, Found, Kind, is_right, line_of, sort_out
 from eval.collect_prompts import Wanted, samples
 from eval.config import in_batches
@@ -125,7 +126,7 @@ class CollectConfig:
 def main(argv: Sequence[str]) -> int:
     """umm-reflect collect: returns 0; errors as in `umm_reflect.errors`."""
     config = parse(CollectConfig, argv, "umm-reflect collect")
-    from eval.judges import identity, with_place
+    from eval.judges import with_place
     from eval.rewards.registry import build, named
     from umm_reflect import hub
     from umm_reflect.device import resolve_device, resolve_dtype
@@ -136,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
     mapping = with_place(named(config.reward, config.reward_set), config.workers, None)
     folder = hub.resolve(config.model)
     adapter = hub.resolve(config.adapter) if config.adapter else None
-    profile = resolved_profile(hub.profile(folder), config.reflect_config())
+    profile = resolved_profile(hub.profile(folder, adapter), config.reflect_config())
     device = resolve_device(config.device)
     facts = {
         "computed_on": f"{device.type}, {resolve_dtype(config.dtype, device)}",
@@ -147,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
         ).hexdigest(),
     }
     with closing(build(mapping, "the judge")) as reward:
-        start(config, {**facts, "judge": identity(reward.manifest())})
+        start(config, {**facts, "judge": lasting(reward.manifest())})
         collect(config, wanted, reward, profile, Loaded(config, folder, profile))
     return 0
 
@@ -315,6 +316,7 @@ def start(config: CollectConfig, facts: dict[str, Any]) -> None:
             )
         else:
             before = {**load_yaml(folder / CONFIG), **json.loads((folder / FACTS).read_text())}
+            before["judge"] = lasting(before.get("judge"))
             now = json.loads(json.dumps({**to_mapping(config), **facts}))
             other = [n for n, v in now.items() if n not in HOW_FAST and before.get(n) != v]
             if other:

@@ -15,14 +15,12 @@ from typing import Any
 
 from PIL.Image import Image
 
+from eval.binding import lasting
 from eval.config import EvalConfig
 from eval.rewards.registry import REWARDS, Reward, Row, build
 from eval.sets import short_name
 from eval.verdict import Verdict
 from umm_reflect.errors import UserError
-
-# Settings that decide how fast a judge is, not what it says.
-HOW_FAST = ("workers", "device", "batch_size", "cache_bytes")
 
 
 class Judges:
@@ -59,8 +57,8 @@ class Judges:
         return verdicts
 
     def manifests(self) -> dict[str, dict[str, Any]]:
-        """Set -> what judged it, without what only decides its speed."""
-        return {name: identity(reward.manifest()) for name, reward in self._built.items()}
+        """Set -> what judged it, without where and how fast it did."""
+        return {name: lasting(reward.manifest()) for name, reward in self._built.items()}
 
     def __enter__(self) -> Judges:
         return self
@@ -80,9 +78,3 @@ def with_place(mapping: dict[str, Any], workers: int, device: str | None) -> dic
     known = {field.name for field in dataclasses.fields(settings)}
     place = {"workers": workers, "device": device}
     return {n: v for n, v in place.items() if n in known and v is not None} | mapping
-
-
-def identity(manifest: dict[str, Any]) -> dict[str, Any]:
-    settings = {n: v for n, v in manifest["settings"].items() if n not in HOW_FAST}
-    kept = {n: v for n, v in manifest.items() if n != "versions"}
-    return {**kept, "settings": settings}

@@ -44,7 +44,8 @@ class Run:
 
         device = resolve_device(config.device)
         folder = hub.resolve(config.model)
-        own = hub.profile(folder)
+        adapter = hub.resolve(config.adapter) if config.adapter else None
+        own = hub.profile(folder, adapter)
         wanted = config.edit_view or own.edit_view
         views: tuple[EditView, ...] = ("local", "full") if wanted == "both" else (wanted,)
         model = BagelConfig.from_folder(folder)
@@ -52,7 +53,6 @@ class Run:
         profiles = {v: sampling(config, own, v, drawable) for v in views}
         for profile in profiles.values():
             check_drawn_size(*profile.size, model.latent_grid_side, model.latent_stride)
-        adapter = hub.resolve(config.adapter) if config.adapter else None
         facts = {
             "model_sha256": _sha256s(folder),
             "adapter_sha256": _sha256s(adapter) if adapter else None,

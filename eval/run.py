@@ -32,7 +32,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from eval.binding import check, drop_stale
+from eval.binding import check, drop_stale, lasting
 from eval.config import EvalConfig, batches, in_batches, what_is_run
 from eval.geneval_manifest import manifest_text
 from eval.kept import OwnImages, draw_sheets, is_kept, keep, keep_picked, write_official
@@ -308,7 +308,7 @@ class Env:
         """Errors: UserError if another judge has judged the results that are there."""
         judges = self.content["judges"]
         for name, manifest in json.loads(json.dumps(manifests)).items():
-            if judges.setdefault(name, manifest) != manifest:
+            if lasting(judges.setdefault(name, manifest)) != manifest:
                 raise UserError(
                     f"another judge has judged the results of {name} in {self.path.parent}",
                     "Judge as before, score the images anew (--images), or --overwrite.",

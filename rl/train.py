@@ -107,7 +107,7 @@ class Run:
             open_pool(config.prompts, rows=config.prompts_rows, seed=config.seed), config.seed
         )
         folder = resolve(config.model)
-        profile = profile_of(folder)
+        profile = profile_of(folder, config.lora.adapter, tell=processes.main)
         # what edits see while it learns is what they are to see ever after
         view = config.rollout.edit_view or profile.edit_view
         self.origin = Origin(config.model, folder, replace(profile, edit_view=view))

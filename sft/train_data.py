@@ -83,7 +83,7 @@ def prepare(config: Config, processes: Processes) -> Prepared:
     workers = config.workers
     if workers is None:
         workers = default_workers(_local_world(processes))
-    profile = _profile(config, folder)
+    profile = _profile(config, folder, tell=processes.main)
     mixture = config.packing.mixture()
     kinds = [kind for kind, weight in mixture.weights.items() if weight]
     kinds += [mixture.every_pack] if mixture.every_pack not in (None, *kinds) else []
@@ -192,13 +192,13 @@ def _told(processes: Processes, make):
     return box[0]
 
 
-def _profile(config: Config, folder: Path) -> ReflectionProfile:
+def _profile(config: Config, folder: Path, *, tell: bool) -> ReflectionProfile:
     """How the model is run, with the system prompt that it is trained with. A prompt file of the
     release's data must have the published hash, unless another one is given.
     """
     from sft.data_cli import read_system_prompt
 
-    profile = hub.profile(folder)
+    profile = hub.profile(folder, config.lora.adapter, tell=tell)
     if config.system_prompt is None:
         return profile
     schemas = {schema_of(source) for source in config.data}

@@ -10,7 +10,7 @@ over all latents of the training pictures, are put into the config, so that scal
 Writes, each whole or not at all: ae.safetensors (bf16, the moving average), vae_config.json (last:
 the folder is finished then), report.json, config.yaml, curve.png, reconstructions.png; and
 metrics.jsonl as it goes. A run that is ended by SIGTERM, or is killed, is continued by the same
-command from resume.safetensors.
+command from state.safetensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
@@ -43,16 +42,16 @@ from umm_reflect.autoencoder import AutoEncoder
 from umm_reflect.checkpoint import VAE_WEIGHTS
 from umm_reflect.config import NANO, VAEConfig
 from umm_reflect.device import DeviceName, resolve_device, resolve_dtype
-from umm_reflect.errors import CheckpointError, UserError
+from umm_reflect.errors import CheckpointError
 from umm_reflect.files import write_aside
 from umm_reflect.settings import parse, save, to_yaml
 from umm_reflect.training.metrics import MetricsLog, plot_curves, progress
 from umm_reflect.training.optim import Optimizer, lr_scale
 from umm_reflect.training.signals import noticed_signals
+from umm_reflect.training.state import STATE, load_state, save_state
 
 PROG = "python -m sft.vae"
 CONFIG_FILE = "vae_config.json"
-RESUME_FILE = "resume.safetensors"
 LOG_EVERY = 20  # steps; the device is waited for at these
 SIDE_STREAM_RUNS = 3  # before a graph is captured
 WATCHED = 64  # held-out pictures that are looked at during training
@@ -283,8 +282,10 @@ def train(trainer: Trainer, held_out: Tensor, stopped: list[int]) -> bool:
     """Run the steps that are left; False if a signal in `stopped` ended it early (the state is
     saved then)."""
     config = trainer.config
-    resume = config.output_dir / RESUME_FILE
-    step, elapsed = load_resume(trainer, resume) if resume.exists() else (0, 0.0)
+    out, step, elapsed = config.output_dir, 0, 0.0
+    if (out / STATE).exists():
+        step, elapsed = load_state(out, trainer.optimizer, identity(config))
+        print(f"continuing after step {step} of {out}", file=sys.stderr)
     start = time.monotonic() - elapsed
     saved = time.monotonic()
     total = projected_total(config, step, elapsed)
@@ -312,7 +313,7 @@ def train(trainer: Trainer, held_out: Tensor, stopped: list[int]) -> bool:
             if is_over(config, step, elapsed):
                 break
             if stopped or time.monotonic() - saved > config.save_every:
-                save_resume(trainer, resume, step, elapsed)
+                save_state(out, trainer.optimizer, step, elapsed, identity(config))
                 saved = time.monotonic()
             if stopped:
                 return False
@@ -324,26 +325,6 @@ def identity(config: Config) -> str:
     free = ("output_dir", "workers", "force", "save_every", "device")
     lines = to_yaml(config).splitlines()
     return "\n".join(line for line in lines if line.split(":")[0] not in free)
-
-
-def save_resume(trainer: Trainer, path: Path, step: int, elapsed: float) -> None:
-    about = {"step": str(step), "elapsed": repr(elapsed), "config": identity(trainer.config)}
-    state = {name: tensor.cpu() for name, tensor in trainer.optimizer.state_dict().items()}
-    write_aside(path, to_bytes(state, metadata=about))
-
-
-def load_resume(trainer: Trainer, path: Path) -> tuple[int, float]:
-    """Steps and seconds that are done; the optimizer and model are set to what they were."""
-    with safe_open(path, framework="pt") as file:
-        about = file.metadata()
-        if about["config"] != identity(trainer.config):
-            raise UserError(
-                f"{path} is of a run with other settings",
-                "Add --force to begin anew, or repeat the command as it was",
-            )
-        trainer.optimizer.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    print(f"continuing after step {about['step']} of {path.parent}", file=sys.stderr)
-    return int(about["step"]), float(about["elapsed"])
 
 
 def finish(trainer: Trainer, held_out: Tensor) -> dict:
@@ -385,7 +366,7 @@ def finish(trainer: Trainer, held_out: Tensor) -> dict:
     plot_curves(folder / "metrics.jsonl", folder / "curve.png", CURVES, title="nano autoencoder")
     write_aside(folder / "report.json", json.dumps(report, indent=2) + "\n")
     write_aside(folder / CONFIG_FILE, json.dumps(asdict(vae.config), indent=2) + "\n")
-    (folder / RESUME_FILE).unlink(missing_ok=True)
+    (folder / STATE).unlink(missing_ok=True)
     return report
 
 
@@ -405,7 +386,7 @@ def run(config: Config) -> int:
     """The whole program after its settings are known; returns the exit code."""
     folder = config.output_dir
     if config.force:
-        for name in (CONFIG_FILE, RESUME_FILE):
+        for name in (CONFIG_FILE, STATE):
             (folder / name).unlink(missing_ok=True)
     if (folder / CONFIG_FILE).exists():
         print(f"{folder} holds a finished autoencoder; --force trains anew")

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -14,6 +15,8 @@ from umm_reflect import Bagel, adapters
 from umm_reflect.cli import run_program
 from umm_reflect.config import NANO, BagelConfig
 from umm_reflect.files import sha256
+from umm_reflect.hub import profile
+from umm_reflect.profile import save_profile
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +170,17 @@ def test_an_adapter_is_looked_for_before_anything_is_loaded_and_its_hash_is_kept
     assert about["adapter_sha256"] is None
 
 
+def test_an_adapter_is_run_as_its_own_profile_says(run, tiny, tmp_path, capsys):
+    bagel = Bagel.from_pretrained(str(tiny), device="cpu")
+    folder = adapters.save_adapter(adapters.attach_lora(bagel, 2, 4), tmp_path / "lora", "tiny")
+    save_profile(replace(profile(tiny), edit_view="full"), folder)
+    assert run("generate", "a star", "--adapter", str(folder)) == 0
+    told = f"note: {folder / 'reflection.json'} counts: edit_view full (not local)\n"
+    assert capsys.readouterr().err == told
+    about = trace.read_record(tmp_path / "outputs" / "a-star-seed0")["about"]
+    assert about["sampler"]["edit_view"] == "full"
+
+
 def test_a_users_image_goes_through_the_loop(run, tmp_path):
     Image.new("RGB", (80, 60), (250, 240, 10)).save(tmp_path / "in.png")
     assert run("reflect", "a star", "--image", "in.png", "--max-tokens", "20") == 0
@@ -254,8 +268,6 @@ def test_other_models_get_no_vocabulary_line(tiny):
 
 
 def test_a_size_that_was_asked_for_holds_for_edits_too(tiny):
-    from umm_reflect.hub import profile
-
     asked = config.ReflectConfig(prompt="x", size="48x32", steps=5, max_rounds=1, temperature=0)
     resolved = config.resolved_profile(profile(tiny), asked)
     assert resolved.size == (32, 48)

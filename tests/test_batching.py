@@ -12,7 +12,6 @@ from PIL import Image
 
 from eval import service as service_module
 from eval.batching import Batcher, Busy, Fault, outcomes_of
-from eval.rewards.models import _is_whole, model_folder
 from eval.rewards.selftest import shape_pairs
 from eval.server import ServeConfig
 from eval.service import Service
@@ -238,18 +237,6 @@ def test_numbers_that_json_lacks_are_refused_before_they_are_sent():
         write_request([PIXEL], [{"x": float("nan")}], ["a"])
     with pytest.raises(ValueError, match="no base64"):
         read_json(b'{"items": [{"id": "a", "row": {}, "image": "\\u00e9"}]}')
-
-
-def test_a_cached_model_is_whole_with_all_its_parts(tmp_path):
-    assert not _is_whole(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    assert not _is_whole(tmp_path)
-    (tmp_path / "model-1.safetensors").write_text("")
-    assert _is_whole(tmp_path)
-    index = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    assert not _is_whole(tmp_path)
-    assert model_folder(str(tmp_path)) == tmp_path
 
 
 def test_the_self_test_rows_are_rows_of_the_shapes_world():

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from eval.binding import check, drop_stale, main, verifier_sha256
+from eval.binding import check, drop_stale, lasting, main, verifier_sha256
 from eval.results import ResultFile, read_results
+from eval.run import Env
 from tests.test_eval_gallery import write_run
 from umm_reflect.errors import UserError
 
@@ -144,3 +145,15 @@ def test_what_is_made_again_stands_where_it_stood(run):
         assert file.results == results
     for name, data in before.items():
         assert (run / name).read_bytes() == data
+
+
+def test_a_resume_is_not_refused_for_where_and_how_fast_it_is_judged(tmp_path):
+    path = tmp_path / "env.json"
+    settings = {"url": "http://one", "timeout": 9.0, "template": "dv"}
+    before = {"reward": "dv", "settings": settings, "versions": {"numpy": "1"}}
+    path.write_text(json.dumps({"judges": {"three": before}}))  # as it was recorded earlier
+    elsewhere = {"reward": "dv", "settings": {"url": "http://two", "template": "dv"}}
+    Env(path, {}).note_judges({"three": lasting(elsewhere)})
+    other = {"reward": "dv", "settings": {"template": "another"}}
+    with pytest.raises(UserError, match="another judge has judged the results of three"):
+        Env(path, {}).note_judges({"three": lasting(other)})

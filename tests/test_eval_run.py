@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +20,9 @@ from eval.run import Run, evaluate
 from eval.sets import rows_of
 from tests.tiny import write_tiny_checkpoint
 from umm_reflect.errors import UsageError, UserError
+from umm_reflect.hub import profile
 from umm_reflect.images import mended_transforms
-from umm_reflect.profile import ReflectionProfile
+from umm_reflect.profile import ReflectionProfile, save_profile
 from umm_reflect.settings import parse
 from umm_reflect.shapes.render import render
 from umm_reflect.shapes.sampler import scene_for
@@ -354,6 +356,16 @@ def test_a_random_model_is_evaluated_from_the_command_line(tiny, tmp_path, capsy
     assert set(facts["versions"]) >= {"umm-reflect", "torch", "numpy", "python"}
     config = parse(EvalConfig, ["--config", str(tmp_path / "once/config.yaml")], "eval")
     assert (config.sets, config.limit, config.resume) == (("compound",), 2, False)
+
+
+def test_an_adapter_is_evaluated_in_the_edit_view_it_was_trained_in(tiny, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    save_profile(replace(profile(tiny), edit_view="full"), adapter)
+    config = EvalConfig(model=str(tiny), device="cpu")
+    assert list(Run.prepare(config).profiles) == ["local"]
+    assert list(Run.prepare(replace(config, adapter=str(adapter))).profiles) == ["full"]
 
 
 def test_real_edits_of_a_forced_model_are_drawn_and_judged(tiny, tmp_path):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -150,6 +151,18 @@ def test_a_damaged_record_is_one_line(tmp_path):
         hub.digest(ROOT / "pyproject.toml")
 
 
+def test_a_cached_model_is_whole_with_all_its_parts(tmp_path):
+    assert not hub._is_whole_model(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert not hub._is_whole_model(tmp_path)
+    (tmp_path / "model-1.safetensors").write_text("")
+    assert hub._is_whole_model(tmp_path)
+    index = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert not hub._is_whole_model(tmp_path)
+    assert hub.resolve(str(tmp_path)) == tmp_path
+
+
 # --- profiles -------------------------------------------------------------------------------------
 
 PROFILE = ReflectionProfile(
@@ -257,6 +270,28 @@ def test_a_folder_without_profile_gets_the_local_view_and_sizes_that_it_holds(mo
 def test_the_profile_beside_the_weights_wins(model):
     save_profile(PROFILE, model)
     assert hub.profile(model) == PROFILE
+
+
+def test_the_adapters_own_profile_counts_and_what_differs_is_one_line(model, tmp_path, capsys):
+    save_profile(PROFILE, model)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    assert hub.profile(model, adapter) == PROFILE  # it has none
+    save_profile(PROFILE, adapter)
+    assert hub.profile(model, adapter) == PROFILE
+    assert capsys.readouterr().err == ""
+    say = replace(PROFILE.say, max_rounds=1)
+    own = replace(PROFILE, edit_view="local", system_prompt="Draw.", say=say)
+    path = save_profile(own, adapter)
+    assert hub.profile(model, str(adapter)) == own
+    assert capsys.readouterr().err == (
+        f"note: {path} counts: edit_view local (not full), system_prompt, "
+        f"say.max_rounds 1 (not {PROFILE.say.max_rounds})\n"
+    )
+    assert hub.profile(model, adapter, tell=False) == own
+    assert hub.profile(model) == PROFILE
+    assert capsys.readouterr().err == ""
 
 
 def test_a_known_hash_gives_the_released_profile(model, monkeypatch):

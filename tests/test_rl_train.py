@@ -98,13 +98,16 @@ def _best(looks: list[dict]) -> int:
 
 def test_an_adapter_is_written_and_loads(toy, tmp_path, no_curves):
     lora = {"parameters": "lora-both", "lora": {"rank": 4, "alpha": 8}, "reference": "base"}
-    config = toy_config(toy, tmp_path, **SMALL, **lora, flow={"kl": 0.1})
+    rollout = {**SMALL["rollout"], "edit_view": "local"}
+    settings = {**SMALL, **lora, "rollout": rollout}
+    config = toy_config(toy, tmp_path, **settings, flow={"kl": 0.1})
     assert run(config) == 0
     assert step_lines(tmp_path)[0]["flow/kl"] == 0  # the base is where it begins
     assert step_lines(tmp_path)[-1]["flow/kl"] > 0
     adapter = str(tmp_path / "checkpoint")
     with_it = Bagel.from_pretrained(str(toy.model), adapter=adapter, device="cpu", dtype="float32")
     assert any("lora_B" in name and p.abs().max() > 0 for name, p in with_it.named_parameters())
+    assert profile(toy.model, adapter) == replace(profile(toy.model), edit_view="local")
 
 
 # --- objectives -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from umm_reflect import Bagel
 from umm_reflect.errors import UserError
 from umm_reflect.hub import profile
 from umm_reflect.packing import TrainingOutput
+from umm_reflect.profile import save_profile
 from umm_reflect.settings import load_yaml
 from umm_reflect.training.processes import Processes
 
@@ -167,7 +169,9 @@ def test_lora_leaves_an_adapter_and_goes_on_with_it(folders, tmp_path):
     assert {path.name for path in adapter.iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
+        "reflection.json",
     }
+    assert profile(folders.model, adapter) == profile(folders.model)
     assert json.loads((adapter / "adapter_config.json").read_text())[
         "base_model_name_or_path"
     ] == str(folders.model)
@@ -175,8 +179,11 @@ def test_lora_leaves_an_adapter_and_goes_on_with_it(folders, tmp_path):
     assert {t.dtype for t in tensors.values()} == {torch.float32}
     assert any(t.abs().max() > 0 for name, t in tensors.items() if "lora_B" in name)
     Bagel.from_pretrained(folders.model, device="cpu", dtype="float32", adapter=adapter)
+    own = replace(profile(adapter), system_prompt="Draw.")  # as if it was trained with that
+    save_profile(own, adapter)
     more = {**changes, "lora": {"adapter": str(adapter)}}
     run(tiny_config(folders, tmp_path / "more", **more))
+    assert profile(tmp_path / "more" / "checkpoint") == own
     again = load_file(tmp_path / "more" / "checkpoint" / "adapter_model.safetensors")
     assert again.keys() == tensors.keys()
 

@@ -130,7 +130,7 @@ def test_a_run_that_sigterm_ended_continues_to_the_same_bits(tmp_path, monkeypat
     halves = tmp_path / "halves"
     assert program.run(config(halves)) == 143
     assert not (halves / "vae_config.json").exists()
-    assert (halves / "resume.safetensors").exists()
+    assert (halves / "state.safetensors").exists()
     monkeypatch.setattr(program.Trainer, "step", step)
     with pytest.raises(UserError, match="other settings"):
         program.run(config(halves, seed=1))

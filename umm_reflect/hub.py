@@ -3,6 +3,7 @@
     folder = resolve("pretrained/bagel-nano-shapes")
     folder = resolve("ByteDance-Seed/BAGEL-7B-MoT")    # from the cache, else downloaded; checked
     profile(folder)                                    # reflection.json, by hash, or plain
+    profile(folder, adapter)                           # the adapter's reflection.json, else that
 
 Weights are checked against the hashes published with them. Where none is known, the hash of the
 first download is recorded (`hashes_file()`), printed, and enforced from then on.
@@ -173,7 +174,7 @@ def _is_whole_model(folder: Path) -> bool:
         return False
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        return (folder / "model.safetensors").exists()
+        return any(folder.glob("*.safetensors"))
     try:
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -342,16 +343,25 @@ def check_hash(path: Path, key: str, published: str | None) -> None:
 # --- profiles -------------------------------------------------------------------------------------
 
 
-def profile(folder: str | Path) -> ReflectionProfile:
-    """How this checkpoint is run.
+def profile(
+    folder: str | Path, adapter: str | Path | None = None, *, tell: bool = True
+) -> ReflectionProfile:
+    """How this checkpoint is run, with the adapter (a folder or hub id) on top if one is named.
 
+    What an adapter's own reflection.json says counts, and one line (unless not tell) names what
+    differs from its base's. Without that file:
     1. reflection.json beside the weights; 2. the released profile for a folder whose weights have
     a released hash (or come from, or are named like, a release whose hash is not published);
     3. otherwise layout rl, the local edit view, no system prompt, the mended transforms, and
     pictures of 512 px a side or what the position table holds.
     """
-    from umm_reflect.profile import load_profile, released_profile
+    from umm_reflect.profile import differences, load_profile, released_profile
 
+    if adapter is not None and (path := resolve(adapter) / PROFILE).exists():
+        own = load_profile(path)
+        if tell and (changed := differences(own, profile(folder))):
+            print(f"note: {path} counts: {', '.join(changed)}", file=sys.stderr)
+        return own
     folder = Path(folder)
     if (folder / PROFILE).exists():
         return load_profile(folder / PROFILE)

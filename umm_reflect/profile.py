@@ -120,6 +120,24 @@ def released_profile(system_prompt: str) -> ReflectionProfile:
     )
 
 
+def differences(own: ReflectionProfile, other: ReflectionProfile) -> list[str]:
+    """What is set otherwise, by name: ['edit_view local (not full)', 'system_prompt', ...]."""
+    found = []
+    for name, value in _leaves(to_mapping(own)).items():
+        if value != (before := _leaves(to_mapping(other))[name]):
+            found.append(name if name == "system_prompt" else f"{name} {value} (not {before})")
+    return found
+
+
+def _leaves(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """{'say': {'glances': 1}} -> {'say.glances': 1}."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        deeper = isinstance(value, Mapping)
+        found |= _leaves(value, f"{at}{name}.") if deeper else {at + name: value}
+    return found
+
+
 # --- reading --------------------------------------------------------------------------------------
 
 _KEYS = ("schema", "layout", "edit_view", "system_prompt", "transforms", "size", "draw", "say")

@@ -14,10 +14,11 @@ from typing import Any
 
 from PIL.Image import Image
 
-from eval.rewards.models import check_loaded, model_folder, processor_folder
+from eval.model_files import pretrained, processor_folder
 from eval.rewards.registry import Row, facts, hashes, prompt_of, same_length
 from eval.rewards.selftest import described_pairs, require
 from eval.verdict import Verdict
+from umm_reflect.hub import resolve
 
 SCALE = 26.0
 MAX_TOKENS = 77
@@ -51,13 +52,10 @@ class PickScore:
 
         self.settings = settings
         self.device = resolve_device(settings.device)
-        self._folder = model_folder(settings.model)
+        self._folder = resolve(settings.model)
         self._processor = AutoProcessor.from_pretrained(processor_folder(settings.processor))
-        model, report = CLIPModel.from_pretrained(
-            self._folder, dtype="float32", use_safetensors=True, output_loading_info=True
-        )
-        check_loaded(report, self._folder)
-        self._model = model.eval().requires_grad_(False).to(self.device)
+        model = pretrained(CLIPModel, self._folder, may_hold_more=True)
+        self._model = model.requires_grad_(False).to(self.device)
 
     def score(self, images: Sequence[Image], rows: Sequence[Row]) -> list[Verdict]:
         import torch

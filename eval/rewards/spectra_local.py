@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL.Image import Image
 
-from eval.rewards.models import check_loaded, model_folder
+from eval.model_files import pretrained
 from eval.rewards.registry import Row, facts, hashes
 from eval.rewards.spectra import (
     END_TOKENS,
@@ -26,6 +26,7 @@ from eval.rewards.spectra import (
 )
 from eval.verdict import Verdict
 from umm_reflect.errors import UserError
+from umm_reflect.hub import resolve
 
 
 class LocalSpectra:
@@ -38,7 +39,7 @@ class LocalSpectra:
 
         self.settings = settings
         self.device = resolve_device(settings.device)
-        self._folder = model_folder(settings.model)
+        self._folder = resolve(settings.model)
         try:
             self._processor = AutoProcessor.from_pretrained(self._folder)
         except ImportError as error:  # of a model that reads videos too, without torchvision
@@ -47,15 +48,14 @@ class LocalSpectra:
                 f"the processor of {settings.model} cannot be made ({why})",
                 "Most need the extra vl: pip install -e '.[vl]'",
             ) from error
-        model, report = AutoModelForImageTextToText.from_pretrained(
+        model = pretrained(
+            AutoModelForImageTextToText,
             self._folder,
-            dtype=resolve_dtype(settings.dtype, self.device),
+            resolve_dtype(settings.dtype, self.device),
+            may_hold_more=True,
             attn_implementation=settings.attn,
-            use_safetensors=True,
-            output_loading_info=True,
         )
-        check_loaded(report, self._folder)
-        self._model = model.eval().requires_grad_(False).to(self.device)
+        self._model = model.requires_grad_(False).to(self.device)
         tokenizer = self._processor.tokenizer
         vocabulary = tokenizer.get_vocab()
         self._ends = {vocabulary[token] for token in END_TOKENS if token in vocabulary}

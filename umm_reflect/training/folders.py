@@ -3,7 +3,7 @@
     origin = Origin(model="ByteDance-Seed/BAGEL-7B-MoT", folder=folder, profile=profile)
     path = save_folder(learner, origin, out, step, lora=False, averaged=False, keep=2)
 
-A whole model in BAGEL's layout with its reflection.json, or with LoRA the adapter, in fp32. Written
+A whole model in BAGEL's layout, or with LoRA the adapter, in fp32, and its reflection.json. Written
 aside and renamed; of the earlier ones the newest `keep` stay, and those in `also_keep`.
 """
 
@@ -78,7 +78,7 @@ def _write(learner: Learner, origin: Origin, path: Path, weights: dict, lora: bo
         save(learner.bagel, aside, weights=weights)
         if (own := origin.folder / VAE_WEIGHTS).exists():  # as it was, in its own precision
             shutil.copyfile(own, aside / VAE_WEIGHTS)
-        save_profile(origin.profile, aside)
+    save_profile(origin.profile, aside)
     if path.exists():
         shutil.rmtree(path)
     os.replace(aside, path)
