@@ -196,7 +196,13 @@ def test_a_signal_reaches_the_processes_and_their_launcher_waits_until_they_have
     launcher.chmod(0o755)
     clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     environment = clean | {"PYTHON_BIN": str(launcher), "RAN": str(tmp_path / "ran")}
-    running = subprocess.Popen(["bash", "scripts/sft/train_sft.sh"], cwd=ROOT, env=environment)
+    running = subprocess.Popen(
+        ["bash", "scripts/sft/train_sft.sh"],
+        cwd=ROOT,
+        env=environment,
+        # a shell's background jobs ignore SIGINT, and so would what tests start from there
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     up = tmp_path / "ran.up"
     for _ in range(200):
         if up.exists() and up.read_text().count("up") == 2:
