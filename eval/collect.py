@@ -80,6 +80,7 @@ def collect(config: Config) -> Path:
     pictures: list[np.ndarray] = []
     right = 0
     with Judge(config.workers) as judge, progress(config.count, "collecting") as bar:
+        judge.start(min(config.count, config.batch_size))
         for number, start in enumerate(range(0, config.count, config.batch_size)):
             some = range(start, min(start + config.batch_size, config.count))
             scale = config.text_scales[number % len(config.text_scales)]

@@ -1,6 +1,7 @@
 """Judge many images at once, on every core, so that the judge never keeps a GPU waiting.
 
     with Judge(workers=0) as judge:                  # 0: as many processes as there are cores
+        judge.start(1700)                            # if it is known early that many will come
         verdicts = judge(images, rows)
 
 The verdicts do not depend on the number of processes: each image is judged by itself.
@@ -19,34 +20,44 @@ from PIL.Image import Image
 
 from eval.geneval_rules import Row
 from eval.shapes import ShapesVerifier
+from eval.shapes_templates import draw_all
 from eval.verdict import Verdict
 from umm_reflect.errors import UserError
 
-FEW = 64  # images, about a second for one process: less does not pay for starting others
+FEW = 64  # images, less than a second for one process: it does not pay to start others
+CHUNK = 16  # images that a process takes at once; few, since some take ten times as long as others
 
 
 class Judge:
-    """The shapes verifier in a pool of processes, which start when the first large batch comes."""
+    """The shapes verifier in a pool of processes, which start when the first large batch comes, or
+    is announced."""
 
     def __init__(self, workers: int = 0):
         """workers: processes; 0: one per core that this process may use, 1: none but this one."""
         self.workers = workers or cores()
         self._pool: ProcessPoolExecutor | None = None
 
+    def start(self, images: int) -> None:
+        """Start the processes now, if a batch of so many images will need them: they take seconds,
+        most of it for importing the program's main module, which this one need not wait for."""
+        if self.workers == 1 or self._pool is not None or images < FEW:
+            return
+        # "spawn": a process that was forked from one that uses a GPU may hang
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=draw_all)
+        for _ in range(self.workers):
+            self._pool.submit(cores)  # any task: it starts one process more
+
     def __call__(self, images: Sequence[Image], rows: Sequence[Row]) -> list[Verdict]:
         """One verdict per image and row, in their order.
 
         Errors: as `ShapesVerifier.score`; UserError when a process dies.
         """
-        if self.workers == 1 or (self._pool is None and len(images) < FEW):
-            return ShapesVerifier().score(images, rows)
+        self.start(len(images))
         if self._pool is None:
-            # "spawn": a process that was forked from one that uses a GPU may hang
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.workers, mp_context=context)
-        chunk = max(1, len(images) // (4 * self.workers))
+            return ShapesVerifier().score(images, rows)
         try:
-            return list(self._pool.map(judge_one, images, rows, chunksize=chunk))
+            return list(self._pool.map(judge_one, images, rows, chunksize=CHUNK))
         except BrokenProcessPool as error:
             raise UserError(
                 f"one of {self.workers} judging processes died (too little memory?)",

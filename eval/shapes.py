@@ -43,8 +43,9 @@ class ShapesVerifier:
         """
         pixels, factor = _pixels(image)
         found: list[Detection] = []
-        for blob in segment(pixels):
-            whole = match(blob.coverage)
+        blobs = segment(pixels)
+        fits = match([blob.coverage for blob in blobs])
+        for blob, whole in zip(blobs, fits, strict=True):
             pieces = [(blob, whole)]
             if whole.mismatch > MISMATCH:
                 pieces = touching(blob) or pieces

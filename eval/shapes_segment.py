@@ -40,7 +40,6 @@ class Blob:
     color: int | None
     coverage: np.ndarray
     corner: tuple[int, int]
-    color_distance: float
 
     def box(self) -> tuple[float, float, float, float]:
         """(x0, y0, x1, y1) in pixels of the image, to a fraction of a pixel at soft edges."""
@@ -61,7 +60,8 @@ def _extent(profile: np.ndarray) -> tuple[float, float]:
 def segment(pixels: np.ndarray) -> list[Blob]:
     """Blobs of an image, pixels: [H, W, 3] uint8 or float, 0..255."""
     pixels = np.asarray(pixels, np.float32)
-    back = background_colour(pixels)
+    pure = pure_colours(pixels)
+    back = background_colour(pixels, pure)
     offset = pixels - back
     contrast = np.sqrt(np.einsum("hwc,hwc->hw", offset, offset))
     pieces, _ = ndimage.label(contrast > CONTRAST, _EIGHT)
@@ -76,38 +76,43 @@ def segment(pixels: np.ndarray) -> list[Blob]:
         if inside < CLEAR_CONTRAST:
             continue
         others = (pieces[window] > 0) & ~mask
-        blobs += _split_by_colour(pixels[window], offset[window], mask, others, back, window)
+        own = np.where(mask, pure[window], -1)
+        blobs += _split_by_colour(pixels[window], offset[window], mask, own, others, back, window)
     return blobs
 
 
-def background_colour(pixels: np.ndarray) -> np.ndarray:
+def pure_colours(pixels: np.ndarray) -> np.ndarray:
+    """Which palette colour each pixel is purely of, -1 where of none: [H, W] int8.
+
+    No pixel is purely of two, as colours are more than 2 PURE apart.
+    """
+    planes = pixels.reshape(-1, 3).T.copy()  # channel by channel, for speed
+    # |pixel - colour|² < PURE², with |pixel|² on its own side: all of it is exact in whole numbers
+    dots = (2 * PALETTE_RGB) @ planes
+    dots -= (np.square(PALETTE_RGB).sum(1) - PURE**2)[:, None]
+    near = dots > np.square(planes).sum(0)
+    pure = np.full(planes.shape[1], -1, np.int8)
+    for color in np.flatnonzero(near.any(1)):
+        pure[near[color]] = color
+    return pure.reshape(pixels.shape[:2])
+
+
+def background_colour(pixels: np.ndarray, pure: np.ndarray) -> np.ndarray:
     """The colour around which most pixels lie that are not of a palette colour, [3] fp32.
 
     A coarse histogram finds the place and three steps of mean shift the centre, so that a texture
     of a few grey levels has its mean taken.
     """
-    flat = pixels[::3, ::3].reshape(-1, 3)
-    plain = flat[_palette_distances(flat).min(0) > PURE]
-    if len(plain) < len(flat) // 20:
-        plain = flat
-    bins = (plain / 24).astype(np.int64)
-    code = bins @ np.array([121, 11, 1])
-    centre = plain[code == np.bincount(code).argmax()].mean(0)
+    planes = pixels[::3, ::3].reshape(-1, 3).T.copy()
+    plain = planes[:, pure[::3, ::3].ravel() < 0]
+    if plain.shape[1] < planes.shape[1] // 20:
+        plain = planes
+    code = np.array([121, 11, 1]) @ (plain / 24).astype(np.int64)
+    centre = plain[:, code == np.bincount(code).argmax()].mean(1)
     for _ in range(3):
-        near = np.abs(plain - centre).max(1) < 26
-        centre = plain[near].mean(0)
-    return centre.astype(np.float32)
-
-
-def _palette_distances(colours: np.ndarray) -> np.ndarray:
-    """RGB distance of colours [..., 3] to each palette colour, [10, ...]."""
-    squares = np.tensordot(-2 * PALETTE_RGB, colours, (1, -1)) + np.einsum(
-        "...c,...c->...", colours, colours
-    )
-    squares += np.einsum("kc,kc->k", PALETTE_RGB, PALETTE_RGB).reshape(
-        -1, *[1] * (colours.ndim - 1)
-    )
-    return np.sqrt(np.maximum(squares, 0))
+        near = (np.abs(plain - centre[:, None]) < 26).all(0)
+        centre = plain[:, near].mean(1)
+    return centre
 
 
 def _grow(where: tuple[slice, slice], rim: int, shape: tuple[int, int]) -> tuple[slice, slice]:
@@ -121,35 +126,35 @@ def _split_by_colour(
     pixels: np.ndarray,
     offset: np.ndarray,
     mask: np.ndarray,
+    own: np.ndarray,
     others: np.ndarray,
     back: np.ndarray,
     window: tuple[slice, slice],
 ) -> list[Blob]:
-    """Blobs of one connected piece of foreground; arrays are the piece's window."""
+    """Blobs of one connected piece of foreground; arrays are the piece's window.
+
+    own: the colours that the piece's pixels are purely of, -1 elsewhere; others: other pieces.
+    """
     corner = (window[1].start, window[0].start)
-    distances = _palette_distances(pixels)
-    nearest = distances.argmin(0)
-    pure = mask & (distances.min(0) < PURE)
-    colours = _colours_present(nearest, pure, back)
+    colours = _colours_present(own, back)
     if len(colours) < 2:
-        inside = np.median(pixels[_core(mask)], axis=0)
-        color, distance = _inside_colour(inside, colours)
+        inside = np.median(pixels[_core(mask)].T.copy(), axis=1)
+        color = colours[0] if colours else _nearest_colour(inside)
         target = inside if color is None else PALETTE_RGB[color]
         coverage = _coverage(offset, target - back)
         near = _dilate(mask) & ~_dilate(others) if others.any() else _dilate(mask)
-        return [Blob(color, _framed(coverage * near), _shift(corner), distance)]
+        return [Blob(color, _framed(coverage * near), _shift(corner))]
 
-    owner = _owners(colours, nearest, pure, mask)
+    owner = _owners(colours, own, mask)
     blobs = []
     for color in colours:
         parts, count = ndimage.label(owner == color, _EIGHT)
         for number in range(1, count + 1):
             part = parts == number
-            if part.sum() < SPECK or not (part & pure).any():
+            if part.sum() < SPECK or not (own[part] >= 0).any():
                 continue
             coverage = _coverage_beside(offset, part, owner, color, back)
-            distance = float(np.median(distances[color][part & pure & (nearest == color)]))
-            blobs.append(Blob(color, _framed(coverage), _shift(corner), distance))
+            blobs.append(Blob(color, _framed(coverage), _shift(corner)))
     return blobs
 
 
@@ -158,7 +163,10 @@ def _shift(corner: tuple[int, int]) -> tuple[int, int]:
 
 
 def _framed(coverage: np.ndarray) -> np.ndarray:
-    return np.pad(coverage, 1).astype(np.float32)
+    height, width = coverage.shape
+    framed = np.zeros((height + 2, width + 2), np.float32)
+    framed[1:-1, 1:-1] = coverage
+    return framed
 
 
 def _erode(mask: np.ndarray) -> np.ndarray:
@@ -188,41 +196,31 @@ def _core(mask: np.ndarray) -> np.ndarray:
     return next((inner for inner in (twice, once) if inner.sum() >= 4), mask)
 
 
-def _inside_colour(inside: np.ndarray, colours: list[int]) -> tuple[int | None, float]:
-    """The one colour of a piece whose inside is [3], and the distance of the inside to it."""
-    distances = _palette_distances(inside)
-    color = colours[0] if colours else int(distances.argmin())
-    if distances[color] > FOREIGN and not colours:
-        return None, float(distances[color])
-    return color, float(distances[color])
+def _nearest_colour(inside: np.ndarray) -> int | None:
+    """The palette colour nearest to the inside [3] of a piece, None if it is near none."""
+    distances = np.linalg.norm(PALETTE_RGB - inside, axis=1)
+    color = int(distances.argmin())
+    return color if distances[color] <= FOREIGN else None
 
 
-def _colours_present(nearest: np.ndarray, pure: np.ndarray, back: np.ndarray) -> list[int]:
+def _colours_present(own: np.ndarray, back: np.ndarray) -> list[int]:
     """Colours that have an inside in this piece, largest first, seams between others left out."""
     present: list[tuple[int, int]] = []
-    sizes = np.bincount(nearest[pure], minlength=len(COLORS))
+    sizes = np.bincount(own[own >= 0], minlength=len(COLORS))
     for color in np.flatnonzero(sizes >= 4):
-        own = pure & (nearest == color)
-        blocks = own[:-1, :-1] & own[1:, :-1] & own[:-1, 1:] & own[1:, 1:]
+        pixels = own == color
+        blocks = pixels[:-1, :-1] & pixels[1:, :-1] & pixels[:-1, 1:] & pixels[1:, 1:]
         if blocks.any():
             present.append((int(blocks.sum()), int(color)))
     present.sort(reverse=True)
     kept: list[int] = []
     for _, color in present:
-        own = pure & (nearest == color)
-        if not kept or not _is_seam(own, color, kept, nearest, pure, back):
+        if not kept or not _is_seam(color, kept, own, back):
             kept.append(color)
     return kept
 
 
-def _is_seam(
-    own: np.ndarray,
-    color: int,
-    kept: list[int],
-    nearest: np.ndarray,
-    pure: np.ndarray,
-    back: np.ndarray,
-) -> bool:
+def _is_seam(color: int, kept: list[int], own: np.ndarray, back: np.ndarray) -> bool:
     """Whether the pixels of a colour are only mixtures along edges of colours already kept.
 
     They are if the colour lies near the line between two of {kept colours, background} and no
@@ -236,14 +234,12 @@ def _is_seam(
     )
     if not mixes:
         return False
-    beside = np.zeros_like(own)
-    for k in kept:
-        beside |= pure & (nearest == k)
-    close = _dilate(_dilate(beside))
-    alone = own & ~close
+    pixels = own == color
+    close = _dilate(_dilate(np.isin(own, kept)))
+    alone = pixels & ~close
     if alone.sum() >= 3:
         return False
-    thick = ndimage.binary_opening(own, _EIGHT)
+    thick = ndimage.binary_opening(pixels, _EIGHT)
     return not thick.any()
 
 
@@ -253,13 +249,9 @@ def _distance_to_line(p: np.ndarray, a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a + share * along - p))
 
 
-def _owners(
-    colours: list[int], nearest: np.ndarray, pure: np.ndarray, mask: np.ndarray
-) -> np.ndarray:
+def _owners(colours: list[int], own: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """For each pixel of the mask the colour of the nearest pure pixel, -1 outside, int."""
-    seeds = np.full(mask.shape, -1)
-    for color in colours:
-        seeds[pure & (nearest == color)] = color
+    seeds = np.where(np.isin(own, colours), own, -1)
     index = ndimage.distance_transform_edt(seeds < 0, return_distances=False, return_indices=True)
     return np.where(mask, seeds[tuple(index)], -1)
 

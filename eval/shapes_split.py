@@ -9,7 +9,8 @@ an honest "I cannot tell".
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,13 +34,10 @@ def touching(blob: Blob, depth: int = _DEPTH) -> list[tuple[Blob, Match]]:
     depth: how many cuts there may be. Where a thin cut frees one good shape only, that shape and
     the rest, which fits no kind, come back.
     """
-    cuts = []
-    for angle, offset, neck in _narrow_places(blob.coverage):
-        cuts.append(_Cut.along(blob, angle, offset, neck))
-        if cuts[-1].worse <= cuts[-1].limit / 2:
-            return cuts[-1].pieces
-    if not cuts:
-        return []
+    cuts = _cuts(blob, _narrow_places(blob.coverage))
+    for cut in cuts:
+        if cut.worse <= cut.limit / 2:
+            return cut.pieces
     cuts.sort(key=lambda cut: cut.worse / cut.limit)
     for cut in cuts[:2]:
         best = _refined(blob, cut) if cut.limit < cut.worse <= 3 * cut.limit else cut
@@ -63,12 +61,6 @@ class _Cut:
     neck: float
     pieces: list[tuple[Blob, Match]]
 
-    @classmethod
-    def along(cls, blob: Blob, angle: float, offset: float, neck: float) -> _Cut:
-        sides = [_side(blob, angle, offset, way) for way in (1.0, -1.0)]
-        fits = [(side, match(side.coverage)) for side in sides]
-        return cls(angle, offset, neck, sorted(fits, key=lambda piece: piece[1].mismatch))
-
     @property
     def limit(self) -> float:
         return _MISMATCH_THIN if self.neck <= _THIN else _MISMATCH_WIDE
@@ -82,6 +74,16 @@ class _Cut:
         return self.pieces[1][1].mismatch
 
 
+def _cuts(blob: Blob, lines: Sequence[tuple[float, float, float]]) -> list[_Cut]:
+    """The cuts along lines (direction, offset, neck)."""
+    sides = [_side(blob, *line[:2], way) for line in lines for way in (1.0, -1.0)]
+    pieces = zip(sides, match([side.coverage for side in sides]), strict=True)
+    return [
+        _Cut(*line, sorted(pair, key=lambda piece: piece[1].mismatch))
+        for line, pair in zip(lines, zip(pieces, pieces, strict=True), strict=True)
+    ]
+
+
 def _refined(blob: Blob, cut: _Cut) -> _Cut:
     """The best of small turns and shifts of a cut, turned about the middle of its neck."""
     y, x = np.nonzero(blob.coverage > 0.05)
@@ -89,13 +91,13 @@ def _refined(blob: Blob, cut: _Cut) -> _Cut:
     toward = np.array([math.cos(cut.angle), math.sin(cut.angle)])
     across = np.array([-toward[1], toward[0]])
     pivot = points[np.abs(points @ toward - cut.offset) < 1].mean(0)
-    tried = [cut]
+    lines = []
     for turn in np.deg2rad((-9.0, -6.0, -3.0, 0.0, 3.0, 6.0, 9.0)):
         way = math.cos(turn) * toward + math.sin(turn) * across
         for shift in (-0.6, -0.3, 0.0, 0.3, 0.6):
             offset = float(pivot @ way) + shift
-            tried.append(_Cut.along(blob, cut.angle + turn, offset, cut.neck))
-    return min(tried, key=lambda one: one.worse)
+            lines.append((float(cut.angle + turn), offset, cut.neck))
+    return min([cut, *_cuts(blob, lines)], key=lambda one: one.worse)
 
 
 def _narrow_places(coverage: np.ndarray) -> list[tuple[float, float, float]]:
@@ -136,5 +138,9 @@ def _side(blob: Blob, angle: float, offset: float, side: float) -> Blob:
     height, width = blob.coverage.shape
     x = (np.arange(width) + 0.5) * math.cos(angle)
     y = (np.arange(height) + 0.5) * math.sin(angle)
-    beyond = side * (y[:, None] + x[None] - offset)
-    return replace(blob, coverage=blob.coverage * np.clip(beyond + 0.5, 0, 1).astype(np.float32))
+    share = y[:, None] + x
+    share -= offset
+    share *= side
+    share += 0.5
+    share = share.clip(0, 1, out=share).astype(np.float32)
+    return Blob(blob.color, blob.coverage * share, blob.corner)

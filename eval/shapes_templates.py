@@ -9,6 +9,7 @@ the template's square; it grows as blobs get smaller, so templates of like size 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,30 +25,38 @@ SCALES = (6.0, 7.2, 8.6, 10.4, 12.4, 15.0, 18.0, 21.5, 26.0, 31.0, 37.0, 45.0)  
 _PLACES = ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (0.5, 0.5), (0.25, 0.25))
 _BLURS = (0.0, 0.6)
 _CANVAS = 128
+_STEPS = np.arange(GRID) - (GRID - 1) / 2  # middles of the cells
 
 
 @dataclass(frozen=True)
 class Match:
-    """The best kind for a blob. mismatch: 0 is perfect; margin: how much worse the next kind is."""
+    """The best kind for a blob. mismatch: 0 is perfect."""
 
     kind: str
     mismatch: float
-    margin: float
 
 
-def match(coverage: np.ndarray) -> Match:
-    """The kind that a coverage [h, w] in [0, 1] fits best."""
-    grid, scale = normalise(coverage)
-    mismatches = _mismatches(grid, scale)
-    first, second = np.argsort(mismatches)[:2]
-    return Match(
-        KINDS[first], float(mismatches[first]), float(mismatches[second] - mismatches[first])
-    )
+def match(coverages: Sequence[np.ndarray]) -> list[Match]:
+    """The kind that each coverage, [h, w] in [0, 1], fits best.
+
+    Reading the templates from memory takes most of the time, so many are matched at once.
+    """
+    if not coverages:
+        return []
+    grids, scales = zip(*map(normalise, coverages), strict=True)
+    levels = [int(np.abs(np.log(np.array(SCALES) / scale)).argmin()) for scale in scales]
+    least = np.full((len(grids), len(KINDS)), np.inf)
+    for near in range(max(0, min(levels) - 1), min(len(SCALES), max(levels) + 2)):
+        for index, level in enumerate(levels):
+            if abs(level - near) <= 1:
+                least[index] = np.minimum(least[index], _mismatches(grids[index], near))
+    kinds = least.argmin(1)
+    return [Match(KINDS[kind], float(row[kind])) for row, kind in zip(least, kinds, strict=True)]
 
 
 def normalise(coverage: np.ndarray) -> tuple[np.ndarray, float]:
     """(the GRID x GRID mean coverage as a vector [400] fp32, the root of the area in pixels)."""
-    coverage = np.clip((coverage - 0.15) / 0.7, 0, 1)
+    coverage = ((coverage - 0.15) / 0.7).clip(0, 1)
     mass = float(coverage.sum())
     if mass < 1:
         return np.zeros(GRID * GRID, np.float32), 1.0
@@ -55,30 +64,29 @@ def normalise(coverage: np.ndarray) -> tuple[np.ndarray, float]:
     y = float(coverage.sum(1) @ (np.arange(height) + 0.5)) / mass
     x = float(coverage.sum(0) @ (np.arange(width) + 0.5)) / mass
     scale = math.sqrt(mass)
-    rows, columns = _cells(y, scale, height), _cells(x, scale, width)
-    return (rows @ coverage @ columns.T).ravel().astype(np.float32), scale
+    rows, columns = _cells((y, x), scale, max(height, width))
+    grid = rows[:, :height] @ coverage @ columns[:, :width].T
+    return grid.ravel().astype(np.float32), scale
 
 
-def _cells(centre: float, scale: float, length: int) -> np.ndarray:
-    """[GRID, length]: share of each pixel in each cell of a grid around the centre."""
+def _cells(centre: tuple[float, float], scale: float, length: int) -> np.ndarray:
+    """[2, GRID, length]: share of each pixel in each cell of a grid around the centre, by axis."""
     step = 2 * REACH * scale / GRID
     width = max(step, 1.0)
-    middle = centre + (np.arange(GRID) - (GRID - 1) / 2) * step
-    pixel = np.arange(length)
-    low = np.maximum(pixel[None], (middle - width / 2)[:, None])
-    high = np.minimum(pixel[None] + 1, (middle + width / 2)[:, None])
-    return np.maximum(high - low, 0) / width
+    middle = np.array(centre)[:, None, None] + _STEPS[:, None] * step
+    pixel = np.arange(length, dtype=float)
+    shares = np.minimum(pixel + 1, middle + width / 2)
+    shares -= np.maximum(pixel, middle - width / 2)
+    np.maximum(shares, 0, out=shares)
+    shares /= width
+    return shares
 
 
-def _mismatches(grid: np.ndarray, scale: float) -> np.ndarray:
-    """Least mismatch with any template of each kind, [kinds]."""
-    level = int(np.abs(np.log(np.array(SCALES) / scale)).argmin())
-    best = np.full(len(KINDS), np.inf)
-    for near in {max(level - 1, 0), level, min(level + 1, len(SCALES) - 1)}:
-        templates, squares, starts = bank(near)
-        mismatch = (squares - 2 * (templates @ grid) + grid @ grid) / squares
-        best = np.minimum(best, np.minimum.reduceat(mismatch, starts))
-    return best
+def _mismatches(grid: np.ndarray, level: int) -> np.ndarray:
+    """Least mismatch with any template of each kind at one of the SCALES, [kinds]."""
+    templates, squares, starts = bank(level)
+    mismatch = (squares - 2 * (templates @ grid) + grid @ grid) / squares
+    return np.minimum.reduceat(mismatch, starts)
 
 
 @cache
@@ -100,6 +108,12 @@ def bank(level: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                     grids.append(normalise(soft)[0])
     stacked = np.stack(grids)
     return stacked, np.einsum("nc,nc->n", stacked, stacked), np.array(starts)
+
+
+def draw_all() -> None:
+    """Have the templates of every scale ready (a second)."""
+    for level in range(len(SCALES)):
+        bank(level)
 
 
 @cache

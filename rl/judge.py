@@ -86,6 +86,11 @@ class Bench:
                 raise JudgeError(f"there is no answer from {url} (reward '{self.name}')", start)
         self.reward.check()
 
+    def start(self, images: int) -> None:
+        """Batches of so many images will come: what takes time to start may start."""
+        if hasattr(self.reward, "start"):
+            self.reward.start(images)
+
     def judge(self, rollouts: Sequence[Rollout]) -> list[Judged]:
         """The same rollouts in order, with a verdict on each image. Errors: JudgeError; what the
         reward raises when a service stays away."""

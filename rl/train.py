@@ -114,6 +114,8 @@ class Run:
         self.identity = train_output.identity(folder)
         rollout = config.rollout
         self.mine = share_of(processes.rank, processes.world, rollout)
+        if not config.judge.itself:
+            self.bench.start(len(self.mine))  # beside the loading of the model
         if processes.main:
             write_aside(config.output_dir / "config.yaml", to_yaml(replace(config, resume="auto")))
             for hole in () if config.single else loopholes(config.reward, rollout.max_rounds):

@@ -16,8 +16,9 @@ from scipy import ndimage
 from eval.geneval_rules import MALFORMED, relations_of
 from eval.shapes import ShapesVerifier, main
 from eval.shapes_selftest import cases, degrade, measure
+from eval.shapes_templates import match
 from umm_reflect.shapes.prompts import clause, plain_row, position_row
-from umm_reflect.shapes.render import render
+from umm_reflect.shapes.render import coverage, render
 from umm_reflect.shapes.scene import (
     COLORS,
     KINDS,
@@ -37,6 +38,15 @@ BLUE_SQUARE = Shape("square", "blue", 0.7, 0.7, 0.3)
 
 def read(*shapes, background=GREY, size=128):
     return ShapesVerifier().read(render(Scene(shapes, background), size))
+
+
+def test_shapes_matched_together_match_as_they_do_alone():
+    drawn = [Shape(kind, "red", 0.5, 0.5, size) for kind in KINDS for size in (0.15, 0.3, 0.6)]
+    coverages = [np.asarray(coverage(shape, 128)[0], np.float32) / 255 for shape in drawn]
+    together = match(coverages)
+    assert together == [match([one])[0] for one in coverages]
+    assert [fit.kind for fit in together] == [shape.kind for shape in drawn]
+    assert match([]) == []
 
 
 def seen(detections):

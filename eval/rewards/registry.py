@@ -44,7 +44,8 @@ REWARDS = {
 class Reward(Protocol):
     """A judge of images. It may hold weights on a device, or talk to a service.
 
-    A reward with weights may also have `offload()`: they leave the device until the next score.
+    A reward with weights may also have `offload()`: they leave the device until the next score. One
+    that judges in processes may have `start(images)`: so many will come, so these may start.
     """
 
     def score(self, images: Sequence[Image], rows: Sequence[Row]) -> list[Verdict]:

@@ -47,6 +47,10 @@ class ShapesReward:
         self.settings = settings
         self._judge = Judge(settings.workers)
 
+    def start(self, images: int) -> None:
+        """Start the processes that a batch of so many images will need."""
+        self._judge.start(images)
+
     def score(self, images: Sequence[Image], rows: Sequence[Row]) -> list[Verdict]:
         same_length(images, rows)
         for row in rows:

@@ -103,6 +103,11 @@ class WeightedReward:
         for reward in self.rewards.values():
             reward.check()
 
+    def start(self, images: int) -> None:
+        for reward in self.rewards.values():
+            if hasattr(reward, "start"):
+                reward.start(images)
+
     def offload(self) -> None:
         for reward in self.rewards.values():
             if hasattr(reward, "offload"):
