@@ -122,10 +122,8 @@ def run(
     from agent.policy import BagelPolicy
     from agent.types import OURS
 
-    # what it thinks of an image, without the certainty that its profile may ask for
-    say = replace(profile.say, sure_of_ten=0.0, glances=1)
     first = replace(profile.first, text_scale=scale)
-    policy = BagelPolicy(bagel, replace(profile, first=first, say=say))
+    policy = BagelPolicy(bagel, replace(profile, first=first, say=profile.say.any_ten()))
     names = [f"collect:{start + i}" for i in range(len(prompts))]
     if not config.rounds:
         return draw_once(policy, prompts, seed=config.seed, samples=names)

@@ -54,7 +54,7 @@ def sampling(
         side = min(OFFICIAL_SIDE, drawable)
         return resolved_profile(_with(own, guided, side), asked)
     guided = {"text_scale": 3.0, "image_scale": 1.5, "points": 50, "timestep_shift": 3.0}
-    say = replace(own.say, temperature=0.5, max_tokens=512, sure_of_ten=0.0, glances=1)
+    say = replace(own.say.any_ten(), temperature=0.5, max_tokens=512)
     start = replace(_with(own, guided, min(RELEASE_SIDE, drawable)), say=say)
     profile = resolved_profile(start, asked)
     low, high = window_range(profile.first.points)

@@ -34,8 +34,8 @@ from umm_reflect.training.flops import Flops, Learns, Work, flops
 from umm_reflect.training.trainable import RANK
 
 PROMPT = Prompt("plan", "Create an image with two red circles and a blue square.", {})
-# A token of a batch, as of the one row that was measured on an H200 (10 to 13 a second by eager
-# steps; captured ones were not timed at this size); and a guess at what compiling the attention of
+# A token of a batch, as of the one row that was measured on an H200 by eager steps (10 to 13 a
+# second; captured ones say one of 48 rows in .02 s); and a guess at what compiling the attention of
 # long rows takes in a step.
 TOKEN_SECONDS, COMPILE_SECONDS = 0.09, 40.0
 KEEP_BYTES = 35 << 30  # a quarter of its memory, as rollouts have it

@@ -88,12 +88,10 @@ def window_of(
 def rollout_profile(profile: ReflectionProfile, settings: RolloutSettings) -> ReflectionProfile:
     """The checkpoint's profile with what a rollout samples by."""
     say = replace(
-        profile.say,
+        profile.say.any_ten(),
         temperature=settings.temperature,
         max_tokens=settings.max_tokens,
         max_rounds=settings.max_rounds,
-        sure_of_ten=0.0,  # what it thinks of an image is what is learned
-        glances=1,
     )
     changes = {"edit_view": settings.edit_view or profile.edit_view, "say": say}
     if settings.size is not None:

@@ -7,10 +7,10 @@ code = run(config)                      # one process; or `train` on several
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -132,13 +132,16 @@ def lines_of(out: Path) -> list[bytes]:
 
 
 def kill_by_lot(
-    begin: Callable[[], BaseProcess], out: Path, lot: Random, most: int, late: float
+    run_alone: Callable, config: Any, lot: Random, *, preload: list[str], most: int, late: float
 ) -> int:
-    """Start a run over and over and kill it up to `late` seconds after its next line of metrics, so
+    """Start run_alone(config) over and over, in a process of its own (preload: what it imports that
+    takes long), and kill it up to `late` seconds after its next line of metrics, so
     somewhere in a step or a save, until it ends by itself; how often it was killed."""
-    kills = 0
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(preload)
+    out, kills = config.output_dir, 0
     while kills < most:
-        child = begin()
+        child = context.Process(target=run_alone, args=(config,))
         child.start()
         before, until = len(lines_of(out)), time.monotonic() + 90
         while child.is_alive() and len(lines_of(out)) <= before:

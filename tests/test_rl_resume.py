@@ -5,7 +5,6 @@ two; a state of other settings is refused with the difference.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -94,15 +93,8 @@ def run_alone(config: Config) -> None:
 
 def test_kill_9_at_moments_drawn_by_lot_changes_nothing(toy, straight, tmp_path):
     config = toy_config(toy, tmp_path / "run", **CHANGES)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.rl_runs"])
-    kills = kill_by_lot(
-        lambda: context.Process(target=run_alone, args=(config,)),
-        tmp_path / "run",
-        random.Random(3),
-        most=3,
-        late=0.3,
-    )
+    lot, preload = random.Random(3), ["tests.rl_runs"]
+    kills = kill_by_lot(run_alone, config, lot, preload=preload, most=3, late=0.3)
     assert kills >= 2
     assert run(config) == 0
     same_end(tmp_path / "run", straight)

@@ -5,7 +5,6 @@ Each kill hits a process of its own, at a moment that is drawn by lot or in the 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -73,15 +72,8 @@ def same_end(out: Path, straight: Path) -> None:
 
 def test_kill_9_at_moments_drawn_by_lot_changes_nothing(folders, straight, tmp_path):
     config = tiny_config(folders, tmp_path / "run", **CHANGES)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.learning", "tests.sft_runs"])
-    kills = kill_by_lot(
-        lambda: context.Process(target=run_alone, args=(config,)),
-        tmp_path / "run",
-        random.Random(7),
-        most=5,
-        late=0.4,
-    )
+    lot, preload = random.Random(7), ["tests.learning", "tests.sft_runs"]
+    kills = kill_by_lot(run_alone, config, lot, preload=preload, most=5, late=0.4)
     assert kills >= 2
     run(config)
     same_end(tmp_path / "run", straight)

@@ -70,6 +70,10 @@ class SaySettings:
                 "model is"
             )
 
+    def any_ten(self) -> SaySettings:
+        """The same, but a score of 10 takes no certainty: what the model thinks of an image."""
+        return replace(self, sure_of_ten=0.0, glances=1)
+
 
 @dataclass(frozen=True)
 class ReflectionProfile:

@@ -68,10 +68,13 @@ def save_resume(
 
     def finish() -> None:
         about = {
-            **{"step": step, "processes": processes.world, "strategy": learner.strategy},
+            "step": step,
+            "processes": processes.world,
+            "strategy": learner.strategy,
             "threads": torch.get_num_threads(),
+            "extra": extra,
         }
-        write_aside(aside / ABOUT, json.dumps({**about, "extra": extra}, indent=2) + "\n")
+        write_aside(aside / ABOUT, json.dumps(about, indent=2) + "\n")
         if path.exists():
             _remove(path)
         os.rename(aside, path)
