@@ -6,6 +6,7 @@
 #   collect, grow      its own first images with a judge's reading, and all of it again with those
 #   gather, sft        its own trajectories, distorted shapes and drawn ones; then the SFT trainer
 #   gather-again, sft-again    the same from there, with more of them
+#   gather-finer, sft-finer    once more, seen in finer detail: 168 pixels for the ViT, more looks
 #   eval               the test sets, three seeds, both edit views
 #   short              not among the others: one short training, without its own images. It overlooks
 #                      its own mistakes, so RL has room from there (scripts/rl/nano.sh --model WORK/short/checkpoint)
@@ -14,10 +15,10 @@
 #   bash scripts/nano.sh --stages tokenizer,vae        # only these; what is done already is skipped
 #   bash scripts/nano.sh --work DIR --python PYTHON    # another work folder; an interpreter that has the packages
 #
-# Ends with a complete checkpoint folder in WORK/sft/checkpoint and its evaluation in WORK/eval.
+# Ends with a complete checkpoint folder in WORK/finer/checkpoint and its evaluation in WORK/eval.
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 
-STAGES=tokenizer,vae,pretrain,reflect,collect,grow,gather,sft,gather-again,sft-again,eval
+STAGES=tokenizer,vae,pretrain,reflect,collect,grow,gather,sft,gather-again,sft-again,gather-finer,sft-finer,eval
 WORK="$ROOT/outputs/nano"
 OWN_PYTHON=
 GROW_SECONDS=380
@@ -104,9 +105,9 @@ gathered() {
   "$PYTHON" -m sft.shapes_trajectories "$to/trajectories" --trajectories 0 --variants "$5" \
     --collected "$to"/looked{0,1,2} "$to/distorted"
 }
-# trained FOLDER DATA CHECKPOINT
+# trained FOLDER DATA CHECKPOINT [SETTINGS]
 trained() {
-  "$PYTHON" -m sft.train --config scripts/sft/nano.yaml --data "$2" --model "$3" \
+  "$PYTHON" -m sft.train --config "scripts/sft/${4:-nano}.yaml" --data "$2" --model "$3" \
     --output-dir "$1" --max-seconds "$SFT_SECONDS"
 }
 
@@ -126,8 +127,17 @@ if wanted sft-again; then
   trained "$WORK/sft" "$WORK/second/trajectories" "$WORK/sft-first/checkpoint"
   finished sft-again
 fi
+if wanted gather-finer; then
+  gathered "$WORK/third" "$WORK/sft/checkpoint" 6200 50000 2
+  "$PYTHON" -m sft.finer "$WORK/sft/checkpoint" --side 168 --sure-of-ten 0.9 --glances 5 --output-dir "$WORK/widened"
+  finished gather-finer
+fi
+if wanted sft-finer; then
+  trained "$WORK/finer" "$WORK/third/trajectories" "$WORK/widened" nano_finer
+  finished sft-finer
+fi
 if wanted eval; then
-  "$PYTHON" -m eval.run shapes553 compound hard --model "$WORK/sft/checkpoint" --seeds 0,1,2 \
+  "$PYTHON" -m eval.run shapes553 compound hard --model "$WORK/finer/checkpoint" --seeds 0,1,2 \
     --edit-view both --batch-size 512 --output-dir "$WORK/eval" --overwrite
   finished eval
 fi

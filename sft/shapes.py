@@ -38,6 +38,7 @@ MORE_POSITIONS = 0.15  # prompts that are drawn from that family on purpose: mov
 FAILED_EDIT = 0.25  # edits that go wrong
 NO_PLACE = 0.35  # requests to add something that leave open where
 MAX_LOOKS = 4
+OVERLOOKED = Assessment(10, ())  # what a careless look makes of a wrong image
 # Of training: the harder split among drawings and trajectories, its crowded scenes among those
 # drawings, editing tasks among the trajectories.
 HARD_DRAWINGS, HARD_LOOKS, HARD_SCENES = 0.06, 0.2, 0.3
@@ -88,8 +89,11 @@ def make_trajectory(
     hard: bool = False,
     task: Task = "t2i",
     row: Row | None = None,
+    careless: float = 0.0,
 ) -> ShapesTrajectory:
     """A trajectory by lot. split, hard: as in `sampler.sample_row`. row: the prompt row, if given.
+    careless: the share of looks at a wrong image that say "done", as of someone who overlooks it
+    (prompts only).
 
     Raises ValueError for an unknown task, or a row with task "edit".
     """
@@ -98,15 +102,19 @@ def make_trajectory(
     if task == "edit" and row is not None:
         raise ValueError("an editing task has no prompt row")
     while True:
-        made = _editing(rng, split, hard) if task == "edit" else _drawing(rng, split, hard, row)
+        made = (
+            _editing(rng, split, hard)
+            if task == "edit"
+            else _drawing(rng, split, hard, row, careless)
+        )
         if made is not None:
             return made
 
 
-def training_trajectory(rng: random.Random) -> ShapesTrajectory:
-    """A trajectory to train on, its task and split by lot."""
+def training_trajectory(rng: random.Random, careless: float = 0.0) -> ShapesTrajectory:
+    """A trajectory to train on, its task and split by lot. careless: as in `make_trajectory`."""
     task = "edit" if rng.random() < EDITING else "t2i"
-    return make_trajectory(rng, hard=rng.random() < HARD_LOOKS, task=task)
+    return make_trajectory(rng, hard=rng.random() < HARD_LOOKS, task=task, careless=careless)
 
 
 def training_drawing(rng: random.Random) -> tuple[str, Scene]:
@@ -190,7 +198,7 @@ def look(
 
 
 def _drawing(
-    rng: random.Random, split: Split, hard: bool, row: Row | None
+    rng: random.Random, split: Split, hard: bool, row: Row | None, careless: float
 ) -> ShapesTrajectory | None:
     if row is None:
         positions = not hard and rng.random() < MORE_POSITIONS
@@ -204,7 +212,7 @@ def _drawing(
         first = stray if stray and is_satisfied(row, stray) else good
     if first is None:
         return None
-    rounds = _rounds(first, row["prompt"], lambda scene: assess_row(row, scene, rng), rng)
+    rounds = _rounds(first, row["prompt"], lambda scene: assess_row(row, scene, rng), rng, careless)
     if rounds is None:
         return None
     scenes, reflections, faithful = rounds
@@ -233,7 +241,11 @@ def _editing(rng: random.Random, split: Split, hard: bool) -> ShapesTrajectory |
 
 
 def _rounds(
-    first: Scene, request: str, assess: Callable[[Scene], Assessment], rng: random.Random
+    first: Scene,
+    request: str,
+    assess: Callable[[Scene], Assessment],
+    rng: random.Random,
+    careless: float = 0.0,
 ) -> tuple[tuple[Scene, ...], tuple[Reflection, ...], tuple[bool, ...]] | None:
     """Looks and edits from a first image to "done": scenes, reflections, whether each edit was
     carried out. None where that takes more than MAX_LOOKS or an edit cannot be made or said."""
@@ -241,7 +253,10 @@ def _rounds(
     try:
         while len(scenes) <= MAX_LOOKS:
             last_edit = reflections[-1].edit if reflections else ""
-            said, after, ops = look(scenes[-1], request, assess(scenes[-1]), rng, last_edit)
+            assessment = assess(scenes[-1])
+            if assessment.faults and careless and rng.random() < careless:
+                assessment = OVERLOOKED
+            said, after, ops = look(scenes[-1], request, assessment, rng, last_edit)
             reflections.append(said)
             if after is None:
                 return tuple(scenes), tuple(reflections), tuple(faithful)

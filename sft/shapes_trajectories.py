@@ -51,6 +51,9 @@ class Config:
     """How many prompts with a picture."""
     collected: tuple[Path, ...] = ()
     """Folders of eval.collect."""
+    careless: float = 0.0
+    """The share of looks at wrong images that call them right, in `trajectories`: what a model learns
+    from someone who overlooks mistakes. 0: every look is true."""
     variants: int = 1
     """How often each collected image is used: after the first time in other words, and moved by a
     few pixels where its background is plain."""
@@ -66,6 +69,8 @@ class Config:
             raise ValueError("trajectories, drawings and workers must be 0 or more")
         if self.variants < 1:
             raise ValueError(f"variants is {self.variants}; give 1 or more")
+        if not 0 <= self.careless < 1:
+            raise ValueError(f"careless is {self.careless}; give 0 to below 1")
         if self.side < 8:
             raise ValueError(f"side is {self.side}; a scene needs at least 8 pixels")
 
@@ -82,6 +87,7 @@ class File:
     source: Path | None = None
     side: int = SIDE
     variants: int = 1
+    careless: float = 0.0
 
 
 def files(config: Config) -> list[File]:
@@ -107,6 +113,7 @@ def files(config: Config) -> list[File]:
             source,
             config.side,
             config.variants,
+            config.careless,
         )
         for kind, total, source, name in wanted
         for start in range(0, total, PER_FILE[kind])
@@ -125,7 +132,7 @@ def looks(file: File, rng: random.Random) -> Iterator[Record]:
     from sft.shapes import training_trajectory
 
     for i in range(file.start, file.start + file.count):
-        trajectory = training_trajectory(rng)
+        trajectory = training_trajectory(rng, file.careless)
         yield shapes_record(trajectory, f"look-{file.seed}-{i:06d}", file.side)
 
 

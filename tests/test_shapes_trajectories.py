@@ -311,3 +311,22 @@ def test_the_contact_sheet_shows_every_look():
 
 def test_reflections_are_the_agents_type(trajectories):
     assert all(type(r) is Reflection for r in trajectories[0].reflections)
+
+
+def test_careless_looks_pass_so_many_wrong_images_in_true_words():
+    rng = random.Random(3)
+    made = [make_trajectory(rng, careless=0.4) for _ in range(400)]
+    wrong = passed = 0
+    for trajectory in made:
+        for scene, said in zip(trajectory.looks, trajectory.reflections, strict=True):
+            if not is_satisfied(trajectory.row, scene):
+                wrong += 1
+                passed += said.action == "done"
+                assert said.action == "edit" or (said.score, said.edit) == (10, "")
+                seen = [scene.shapes[i] for i in objects_of(scene)]
+                shown = Counter((name_of(s), place_of(s)) for s in seen)
+                assert claimed(said.thinking) == shown
+            else:
+                assert said.action == "done"
+    assert wrong > 200
+    assert passed / wrong == pytest.approx(0.4, abs=0.08)
