@@ -52,8 +52,8 @@ class Config:
     collected: tuple[Path, ...] = ()
     """Folders of eval.collect."""
     careless: float = 0.0
-    """The share of looks at wrong images that call them right, in `trajectories`: what a model learns
-    from someone who overlooks mistakes. 0: every look is true."""
+    """The share of looks at wrong images that call them right, in `trajectories`: what a model
+    learns from someone who overlooks mistakes. 0: every look is true."""
     variants: int = 1
     """How often each collected image is used: after the first time in other words, and moved by a
     few pixels where its background is plain."""

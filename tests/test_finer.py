@@ -43,12 +43,17 @@ def test_only_the_two_position_tables_and_the_sizes_change(base, tmp_path):
     before, after = (load_file(folder / "ema.safetensors") for folder in (base, tmp_path / "f"))
     changed = {name for name in after if not torch.equal(before[name], after[name])}
     learned = "vit_model.vision_model.embeddings.position_embedding.weight"
-    computed = {"vit_pos_embed.pos_embed", "latent_pos_embed.pos_embed"}  # what is stored counts not
+    computed = {
+        "vit_pos_embed.pos_embed",
+        "latent_pos_embed.pos_embed",
+    }  # what is stored counts not
     assert changed - computed == {learned}
     assert len(after[learned]) == new**2
     bagel = load(tmp_path / "f")
     assert bagel.config.vit.grid_side == new
-    assert torch.equal(bagel.vit_pos_embed.pos_embed, sincos_table(new, bagel.config.llm.hidden_size))
+    assert torch.equal(
+        bagel.vit_pos_embed.pos_embed, sincos_table(new, bagel.config.llm.hidden_size)
+    )
     rule = profile(tmp_path / "f").transforms.vit
     assert rule.min_size == rule.max_size == new * patch
     assert (tmp_path / "f/ae.safetensors").read_bytes() == (base / "ae.safetensors").read_bytes()
