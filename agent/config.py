@@ -85,6 +85,8 @@ class ReflectConfig(DrawConfig):
     """Of the text; 0 takes the most likely token."""
     sure_of_ten: float | None = None
     """The least probability of a score of 10 that is said; 0: any."""
+    sure_of_ten_later: float | None = None
+    """The same for edited images; otherwise as --sure-of-ten, where that is given."""
     glances: int | None = None
     """How many times the image is looked at for it: as it is, and moved a little (1 to 5)."""
     edit_view: Literal["local", "full"] | None = None
@@ -145,8 +147,13 @@ def resolved_profile(profile: ReflectionProfile, config: DrawConfig) -> Reflecti
             changes[kind] = replace(getattr(profile, kind), **given)
         if isinstance(config, ReflectConfig):
             names = ("max_rounds", "max_tokens", "temperature", "sure_of_ten", "glances")
+            names += ("sure_of_ten_later",)
             said = {n: getattr(config, n) for n in names if getattr(config, n) is not None}
-            changes["say"] = replace(profile.say, **said)
+            # --sure-of-ten is for every look, and 0 switches the glances off, unless more is said
+            own = profile.say if config.sure_of_ten is None else profile.say.any_ten()
+            if config.sure_of_ten and config.glances is None:
+                own = replace(own, sure_of_ten=config.sure_of_ten, glances=profile.say.glances)
+            changes["say"] = replace(own, **said)
             for name in ("edit_view", "layout"):
                 changes[name] = getattr(config, name) or getattr(profile, name)
         if config.size is not None:

@@ -179,9 +179,11 @@ class BagelPolicy:
         from umm_reflect.images import MOVES
 
         say = self.profile.say
-        if not say.sure_of_ten:
+        images = [sum(isinstance(s, ImageSegment) for s in ask.context) for ask in asks]
+        least = tuple(say.sure(later=count > 1) for count in images)
+        if not any(least):
             return None
-        sure = Sure(self.bagel.tokens.encode(protocol.SCORES[-1])[0], say.sure_of_ten)
+        sure = Sure(self.bagel.tokens.encode(protocol.SCORES[-1])[0], least)
         contexts = [ask.context for ask in asks]
         moves = MOVES[: say.glances - 1]
         if not moves or not all(context.has_images for context in contexts):  # a plan sees nothing

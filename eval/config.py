@@ -62,6 +62,8 @@ class EvalConfig:
     """Of the text; 0 takes the most likely token."""
     sure_of_ten: float | None = None
     """The least probability of a score of 10 that is said; 0: any."""
+    sure_of_ten_later: float | None = None
+    """The same for edited images; otherwise as --sure-of-ten, where that is given."""
     glances: int | None = None
     """How many times the image is looked at for it: as it is, and moved a little (1 to 5)."""
     layout: Literal["rl", "sft"] | None = None
@@ -144,8 +146,8 @@ class EvalConfig:
     def reflect_config(self, seed: int, edit_view: EditView | None = None) -> ReflectConfig:
         """The settings with which `umm-reflect reflect` makes the same trajectories (the noise of
         `release` aside, which it does not draw)."""
-        same = "model adapter max_rounds max_tokens temperature sure_of_ten glances layout steps"
-        same += " text_scale image_scale device dtype attn"
+        same = "model adapter max_rounds max_tokens temperature layout steps"
+        same += " sure_of_ten sure_of_ten_later glances text_scale image_scale device dtype attn"
         given = {name: getattr(self, name) for name in same.split()}
         loop = "release" if self.profile == "release" else "ours"
         return ReflectConfig(seed=seed, edit_view=edit_view, profile=loop, **given)

@@ -39,6 +39,10 @@ FULL_SIZE = ROOT / "pretrained" / "results" / "full_size_h200.json"
 DECODE = ROOT / "pretrained" / "results" / "decode_speed_nano_h200.json"
 VERIFIER = ROOT / "pretrained" / "results" / "verifier_speed_h200.json"
 RL = ROOT / "pretrained" / "results" / "rl_full_size_h200.json"
+OBJECTIVES = (
+    ROOT / "pretrained" / "results" / "objectives_nano_h200"
+)  # scripts/rl/compare_objectives
+REFLECTION = ROOT / "pretrained" / "results" / "rl_nano_h200"  # scripts/rl/nano.sh
 MARK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 LINES = {
@@ -202,6 +206,65 @@ def rl() -> str:
     return "\n".join(lines) + "\n"
 
 
+def objectives() -> str:
+    """FlowGRPO, AWM and NFT on single images of nano: first images before and after."""
+    arms = _arms(OBJECTIVES / "first_images.json")
+    told = json.loads((OBJECTIVES / "curves.json").read_text(encoding="utf-8"))
+    start = _percent(arms["start"]["figures"]["accuracy_at_0"])
+    lines = [
+        "| one NVIDIA H200, five runs side by side | updates, images | images a GPU second "
+        f"| first images right on hard553 (before: {start}) | difference |",
+        "|---" * 5 + "|",
+    ]
+    for run in told["runs"]:
+        arm, speed = arms[run["run"]], f"{run['images_per_gpu_second']:.0f}"
+        lines.append(
+            f"| {run['run']} | {run['updates']}, {run['images']:,} | {speed} "
+            f"| {_percent(arm['figures']['accuracy_at_0'])} "
+            f"| {_signed(arm['minus_start']['accuracy_at_0'])} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def reflection() -> str:
+    """What RL on whole trajectories changes in nano, by arm, against its start on equal noise."""
+    arms = json.loads((REFLECTION / "ablation.json").read_text(encoding="utf-8"))["arms"]
+    names = (
+        "accuracy_at_0",
+        "final_accuracy",
+        "repair",
+        "damage",
+        "look_on_right",
+        "look_on_wrong",
+    )
+    heads = ("first image", "handed out", "repaired", "damaged", "right seen", "wrong seen")
+    lines = [
+        "| arm | "
+        + " | ".join(heads)
+        + " | handed out, minus the start | repaired, times the start |",
+        "|---" * (len(heads) + 3) + "|",
+    ]
+    for arm in arms:
+        own = [f"{100 * arm['figures'][name]['value']:.1f}" for name in names]
+        gain, factor, label = "", "", f"{arm['name']}, {arm['view']} view"
+        if arm["name"] != "start":
+            gain = _signed(arm["minus_start"]["final_accuracy"])
+            of = arm["repair_factor"]
+            factor = f"{of['value']:.1f} ({of['low']:.1f} to {of['high']:.1f})"
+            label += f", {arm['runs']} seeds" if arm["runs"] > 1 else ""
+        lines.append(f"| {label} | " + " | ".join([*own, gain, factor]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _arms(path: Path) -> dict[str, dict]:
+    return {a["name"]: a for a in json.loads(path.read_text(encoding="utf-8"))["arms"]}
+
+
+def _signed(estimate: dict) -> str:
+    value, low, high = (100 * estimate[k] for k in ("value", "low", "high"))
+    return f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "evaluation": evaluation,
     "full-size": full_size,
@@ -209,6 +272,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "sft": sft,
     "verifier": verifier,
     "rl": rl,
+    "objectives": objectives,
+    "reflection": reflection,
 }
 
 

@@ -74,10 +74,10 @@ class Config:
     """Train on rewards: groups of rollouts, judged, and one step of both heads.
 
     --recipe NAME or FILE.yaml: a starting point (reflection, reflection-release, ocr-lora,
-    ocr-lora-npu, pickscore-lora, pickscore-full, spectra-awm, self-spectra-awm, nft, nano, and on
-    single images nano-single, nano-awm, nano-nft). Several processes: torchrun, or
-    scripts/rl/train_rl.sh. `umm-reflect rl preflight ...` checks alone, `umm-reflect rl prepare
-    ...` writes prompt files.
+    ocr-lora-npu, pickscore-lora, pickscore-full, spectra-awm, self-spectra-awm, nft, nano,
+    nano-trajectories-awm, and on single images nano-single, nano-awm, nano-nft). Several
+    processes: torchrun, or scripts/rl/train_rl.sh. `umm-reflect rl preflight ...` checks alone,
+    `umm-reflect rl prepare ...` writes prompt files.
     """
 
     model: str = NANO

@@ -8,8 +8,9 @@
 #   gather-again, sft-again    the same from there, with more of them
 #   gather-finer, sft-finer    once more, seen in finer detail: 168 pixels for the ViT, more looks
 #   eval               the test sets, three seeds, both edit views
-#   short              not among the others: one short training, without its own images. It overlooks
-#                      its own mistakes, so RL has room from there (scripts/rl/nano.sh --model WORK/short/checkpoint)
+#   careless           not among the others: sft-again's model after 50 steps on trajectories of someone who
+#                      overlooks a third of the mistakes (a CPU does). RL has room from there
+#                      (scripts/rl/nano.sh --model WORK/careless/checkpoint)
 #
 #   bash scripts/nano.sh                               # everything
 #   bash scripts/nano.sh --stages tokenizer,vae        # only these; what is done already is skipped
@@ -61,11 +62,6 @@ if wanted reflect; then
     --output-dir "$WORK/reflect" "${COMMON[@]}" --seconds 130 --decay 0.8 --compile \
     --muon-lr 0.012 --adamw-lr 1.2e-3 --draw-rows 144 --look-rows 36
   finished reflect
-fi
-if wanted short; then
-  "$PYTHON" -m sft.pretrain --output-dir "$WORK/short" "${COMMON[@]}" \
-    --seconds 190 --draw-shards 30 --look-shards 40 --decay 0.5 --compile
-  finished short
 fi
 # together FOLDER CHECKPOINT COUNT [MORE]: three collectors side by side, since one does not fill a GPU
 together() {
@@ -127,9 +123,15 @@ if wanted sft-again; then
   trained "$WORK/sft" "$WORK/second/trajectories" "$WORK/sft-first/checkpoint"
   finished sft-again
 fi
+if wanted careless; then
+  "$PYTHON" -m sft.shapes_trajectories "$WORK/overlooked" --trajectories 2000 --careless 0.33 --seed 7
+  "$PYTHON" -m sft.train --preset nano --data "$WORK/overlooked" --model "$WORK/sft/checkpoint" \
+    --output-dir "$WORK/careless" --max-steps 50 --optimizer.lr 3e-4 --validation.every 0
+  finished careless
+fi
 if wanted gather-finer; then
   gathered "$WORK/third" "$WORK/sft/checkpoint" 6200 50000 2
-  "$PYTHON" -m sft.finer "$WORK/sft/checkpoint" --side 168 --sure-of-ten 0.9 --glances 5 --output-dir "$WORK/widened"
+  "$PYTHON" -m sft.finer "$WORK/sft/checkpoint" --side 168 --sure-of-ten 0.8 --sure-of-ten-later 0.9 --glances 5 --output-dir "$WORK/widened"
   finished gather-finer
 fi
 if wanted sft-finer; then

@@ -39,6 +39,8 @@ class FinerConfig:
     """Of the square that the ViT sees, in pixels; a multiple of its patches, larger than before."""
     sure_of_ten: float | None = None
     """The least probability of a score of 10 that is said; otherwise as it was."""
+    sure_of_ten_later: float | None = None
+    """The same for edited images."""
     glances: int | None = None
     """How many times the image is looked at for it; otherwise as it was."""
 
@@ -101,8 +103,9 @@ def main(argv: Sequence[str]) -> int:
         )
     save(widened(bagel, config.side // patch), config.output_dir)
     shutil.copyfile(folder / VAE_WEIGHTS, config.output_dir / VAE_WEIGHTS)  # in its own precision
-    asked = {"sure_of_ten": config.sure_of_ten, "glances": config.glances}
-    say = replace(own.say, **{name: value for name, value in asked.items() if value is not None})
+    names = ("sure_of_ten", "sure_of_ten_later", "glances")
+    asked = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    say = replace(own.say, **asked)
     save_profile(replace(finer_profile(own, config.side), say=say), config.output_dir)
     print(f"{rule.max_size} -> {config.side} pixels: {config.output_dir}")
     return 0

@@ -163,9 +163,9 @@ class Run:
             self.save()
             return 128 + stopped
         self.report()
+        self.save()  # before the last look, which may fail
         if not (config.validation.every and self.step % config.validation.every == 0):
             self.look()
-        self.save()
         if processes.main:
             print(f"{self.step} steps in {self.used():.0f} s: {config.output_dir / NEWEST}")
         return 0

@@ -16,7 +16,7 @@ from umm_reflect.cli import run_program
 from umm_reflect.config import NANO, BagelConfig
 from umm_reflect.files import sha256
 from umm_reflect.hub import profile
-from umm_reflect.profile import save_profile
+from umm_reflect.profile import SaySettings, save_profile
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +265,23 @@ def test_instructions_to_edit_have_words_of_their_own():
 
 def test_other_models_get_no_vocabulary_line(tiny):
     assert config.vocabulary_note(["a cat"], BagelConfig.from_folder(tiny)) is None
+
+
+def test_a_certainty_that_is_asked_for_holds_for_every_look_and_none_needs_no_glances(tiny):
+    own = SaySettings(sure_of_ten=0.8, sure_of_ten_later=0.9, glances=5)
+    shipped = replace(profile(tiny), say=own)
+
+    def say(**flags) -> SaySettings:
+        return config.resolved_profile(shipped, config.ReflectConfig(prompt="a", **flags)).say
+
+    assert say() == own
+    assert say(glances=3) == replace(own, glances=3)
+    assert say(sure_of_ten=0.5) == SaySettings(sure_of_ten=0.5, glances=5)
+    assert say(sure_of_ten=0.5, sure_of_ten_later=0.6) == replace(
+        own, sure_of_ten=0.5, sure_of_ten_later=0.6
+    )
+    assert say(sure_of_ten_later=0.6) == replace(own, sure_of_ten_later=0.6)
+    assert say(sure_of_ten=0) == SaySettings()
 
 
 def test_a_size_that_was_asked_for_holds_for_edits_too(tiny):

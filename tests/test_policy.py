@@ -172,6 +172,25 @@ def test_a_profile_may_ask_for_certainty_before_a_score_of_ten(bagel, profile):
         replace(profile.say, sure_of_ten=1)
 
 
+def test_looks_at_edited_images_may_take_another_certainty(bagel, profile):
+    picture = BagelPolicy(bagel, profile).image(Image.new("RGB", (64, 64), "white"))
+    once = Context.of(bagel.tokens.segment("two red circles"), picture)
+    twice = Context.of(*once, bagel.tokens.segment("more"), picture)
+    top = bagel.tokens.encode("10/10")[0]
+    for say, wanted in (
+        (SaySettings(sure_of_ten=0.999, sure_of_ten_later=0.0), [True, False]),
+        (SaySettings(sure_of_ten_later=0.999), [False, True]),
+        (SaySettings(sure_of_ten=0.999), [True, True]),
+    ):
+        asks = [Ask(context, k, "Image #0", 0, "s") for k, context in enumerate((once, twice))]
+        policy = BagelPolicy(bagel, replace(profile, say=say))
+        turns = policy.say(asks, max_tokens=4, options=OURS)
+        assert [top not in turn.allowed[0] for turn in turns] == wanted
+    assert SaySettings(sure_of_ten_later=0.9, glances=5).any_ten() == SaySettings()
+    with pytest.raises(ValueError, match="sure_of_ten_later is 1"):
+        SaySettings(sure_of_ten_later=1)
+
+
 def test_glances_are_averaged_before_a_score_of_ten(bagel, profile, monkeypatch):
     picture = Image.new("RGB", (64, 64), "white")
     picture.paste("red", (20, 20, 40, 40))

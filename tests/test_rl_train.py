@@ -323,7 +323,7 @@ def test_the_recipes_are_those_of_the_readme_and_another_one_is_no_recipe():
     assert {path.stem for path in RECIPES.glob("*.yaml")} == {
         *("reflection", "reflection-release", "ocr-lora", "ocr-lora-npu", "pickscore-lora"),
         *("pickscore-full", "spectra-awm", "self-spectra-awm", "nft", "nano"),
-        *("nano-single", "nano-awm", "nano-nft"),
+        *("nano-single", "nano-awm", "nano-nft", "nano-trajectories-awm"),
     }
     with pytest.raises(UsageError, match=r"no recipe 'nanoo'\. Did you mean 'nano'"):
         config_of(["--recipe", "nanoo"], "test")

@@ -43,6 +43,7 @@ class SaySettings:
 
     sure_of_ten: the probability (among the legal scores, at temperature 1) from which on a score of
     10 may be said; a model that is less sure says one of the others, and why. 0: it always may.
+    sure_of_ten_later: the same for looks at an edited image, which are harder; None: no other.
     glances: how many times the picture is looked at for that probability: as it is, and moved by
     a fortieth of its side right, left, down and up, in this order. Their mean counts.
     """
@@ -51,6 +52,7 @@ class SaySettings:
     max_tokens: int = 512
     max_rounds: int = 3
     sure_of_ten: float = 0.0
+    sure_of_ten_later: float | None = None
     glances: int = 1
 
     def __post_init__(self) -> None:
@@ -60,11 +62,13 @@ class SaySettings:
             raise ValueError(f"max_tokens is {self.max_tokens}; give at least 1")
         if self.max_rounds < 0:
             raise ValueError(f"max_rounds is {self.max_rounds}; give 0 (no look at all) or more")
-        if not 0 <= self.sure_of_ten < 1:
-            raise ValueError(f"sure_of_ten is {self.sure_of_ten}; give 0 (off) to below 1")
+        for name in ("sure_of_ten", "sure_of_ten_later"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ValueError(f"{name} is {value}; give 0 (off) to below 1")
         if not 1 <= self.glances <= len(MOVES) + 1:
             raise ValueError(f"glances is {self.glances}; give 1 to {len(MOVES) + 1}")
-        if self.glances > 1 and not self.sure_of_ten:
+        if self.glances > 1 and not any(self.sure(later) for later in (False, True)):
             raise ValueError(
                 f"glances is {self.glances}, but without sure_of_ten nothing asks how sure the "
                 "model is"
@@ -72,7 +76,12 @@ class SaySettings:
 
     def any_ten(self) -> SaySettings:
         """The same, but a score of 10 takes no certainty: what the model thinks of an image."""
-        return replace(self, sure_of_ten=0.0, glances=1)
+        return replace(self, sure_of_ten=0.0, sure_of_ten_later=None, glances=1)
+
+    def sure(self, later: bool) -> float:
+        """What a 10 takes, at a look at an edited image (later) or at the first one."""
+        own = self.sure_of_ten_later
+        return own if later and own is not None else self.sure_of_ten
 
 
 @dataclass(frozen=True)

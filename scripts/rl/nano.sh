@@ -2,7 +2,7 @@
 # RL on whole trajectories of nano, every arm, on one GPU: what it changes against the start, with
 # paired intervals on 553 prompts that were never trained on.
 #
-#   bash scripts/rl/nano.sh --model outputs/nano/grow/checkpoint           # a start that leaves room
+#   bash scripts/rl/nano.sh --model outputs/nano/careless/checkpoint       # a start that leaves room
 #   bash scripts/rl/nano.sh --model DIR --seconds 480 --recipe mine.yaml --stages train
 #   bash scripts/rl/nano.sh --seconds 60 --limit 4 --arms both,best-of-4 --seeds 1 -- --rollout.groups 2
 #
