@@ -246,7 +246,7 @@ def reflection() -> str:
     ]
     for arm in arms:
         own = [f"{100 * arm['figures'][name]['value']:.1f}" for name in names]
-        gain, factor, label = "", "", f"{arm['name']}, {arm['view']} view"
+        gain, factor, label = "", "", f"{arm['name'].removeprefix('eval-')}, {arm['view']} view"
         if arm["name"] != "start":
             gain = _signed(arm["minus_start"]["final_accuracy"])
             of = arm["repair_factor"]

@@ -76,6 +76,7 @@ def test_every_arm_is_trained_evaluated_and_compared(start):
         assert value(words, "--rollout.edit-view") == view
         assert value(words, "--flow.weight") == ("0" if name == "words-1" else None)
         assert value(words, "--text.weight") == ("0" if name == "images-1" else None)
+        assert ("--no-preflight" in words) == (name not in ("both-1", "other-view-1"))
 
     evaluated = {name: words for name, words in calls.items() if words[0] == "eval.run"}
     assert sorted(evaluated) == sorted(f"eval-{n}" for n in [*runs, "start", "best-of-4"])

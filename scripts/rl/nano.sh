@@ -66,14 +66,19 @@ for arm in words images other-view; do
   if chosen "$ARMS" "$arm"; then RUNS+=("$arm-${SEEDS%%,*}"); fi
 done
 
+# The same model, side by side: one preflight for each view is enough.
 if chosen "$STAGES" train; then
+  checked=
   for run in ${RUNS[@]+"${RUNS[@]}"}; do
-    own=(--rollout.edit-view full)
+    view=full own=()
     case "$run" in
-      words-*) own+=(--flow.weight 0) ;;
-      images-*) own+=(--text.weight 0) ;;
-      other-view-*) own=(--rollout.edit-view local) ;;
+      words-*) own=(--flow.weight 0) ;;
+      images-*) own=(--text.weight 0) ;;
+      other-view-*) view=local ;;
     esac
+    own+=(--rollout.edit-view "$view")
+    if chosen "$checked" "$view"; then own+=(--no-preflight); fi
+    checked+=",$view"
     begin "$run" "$PYTHON" -m rl.train --recipe "$RECIPE" --model "$MODEL" --output-dir "$WORK/$run" \
       --seed "${run##*-}" --max-seconds "$SECONDS_EACH" --max-steps 100000 \
       --judge.set "workers=$WORKERS" --tokens-per-forward 65536 "${own[@]}" "$@"
