@@ -146,13 +146,14 @@ def resolved_profile(profile: ReflectionProfile, config: DrawConfig) -> Reflecti
             given = {name: value for name, value in drawing.items() if value is not None}
             changes[kind] = replace(getattr(profile, kind), **given)
         if isinstance(config, ReflectConfig):
-            names = ("max_rounds", "max_tokens", "temperature", "sure_of_ten", "glances")
-            names += ("sure_of_ten_later",)
+            names = ("max_rounds", "max_tokens", "temperature")
+            names += ("sure_of_ten", "sure_of_ten_later", "glances")
             said = {n: getattr(config, n) for n in names if getattr(config, n) is not None}
-            # --sure-of-ten is for every look, and 0 switches the glances off, unless more is said
-            own = profile.say if config.sure_of_ten is None else profile.say.any_ten()
-            if config.sure_of_ten and config.glances is None:
-                own = replace(own, sure_of_ten=config.sure_of_ten, glances=profile.say.glances)
+            own = profile.say
+            if config.sure_of_ten is not None:  # for every look, unless more is said
+                own = own.any_ten()
+                if config.sure_of_ten:
+                    said.setdefault("glances", profile.say.glances)
             changes["say"] = replace(own, **said)
             for name in ("edit_view", "layout"):
                 changes[name] = getattr(config, name) or getattr(profile, name)

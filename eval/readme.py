@@ -5,7 +5,8 @@
 
 The figures come from files that commands wrote: `umm-reflect eval` (results/*/summary.json),
 `python -m agent.full_size` (full_size.json), `python -m agent.decode_speed`, `python -m
-eval.detector_speed` and `umm-reflect sft` (metrics.jsonl), all kept under pretrained/.
+eval.detector_speed`, `umm-reflect sft` (metrics.jsonl), and the scripts of scripts/rl, all kept
+under pretrained/.
 """
 
 from __future__ import annotations
@@ -39,10 +40,9 @@ FULL_SIZE = ROOT / "pretrained" / "results" / "full_size_h200.json"
 DECODE = ROOT / "pretrained" / "results" / "decode_speed_nano_h200.json"
 VERIFIER = ROOT / "pretrained" / "results" / "verifier_speed_h200.json"
 RL = ROOT / "pretrained" / "results" / "rl_full_size_h200.json"
-OBJECTIVES = (
-    ROOT / "pretrained" / "results" / "objectives_nano_h200"
-)  # scripts/rl/compare_objectives
-REFLECTION = ROOT / "pretrained" / "results" / "rl_nano_h200"  # scripts/rl/nano.sh
+# Folders of scripts/rl/compare_objectives.sh and scripts/rl/nano.sh.
+OBJECTIVES = ROOT / "pretrained" / "results" / "objectives_nano_h200"
+REFLECTION = ROOT / "pretrained" / "results" / "rl_nano_h200"
 MARK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 LINES = {
@@ -229,21 +229,11 @@ def objectives() -> str:
 def reflection() -> str:
     """What RL on whole trajectories changes in nano, by arm, against its start on equal noise."""
     arms = json.loads((REFLECTION / "ablation.json").read_text(encoding="utf-8"))["arms"]
-    names = (
-        "accuracy_at_0",
-        "final_accuracy",
-        "repair",
-        "damage",
-        "look_on_right",
-        "look_on_wrong",
-    )
+    names = ("accuracy_at_0", "final_accuracy", "repair", "damage")
+    names += ("look_on_right", "look_on_wrong")
     heads = ("first image", "handed out", "repaired", "damaged", "right seen", "wrong seen")
-    lines = [
-        "| arm | "
-        + " | ".join(heads)
-        + " | handed out, minus the start | repaired, times the start |",
-        "|---" * (len(heads) + 3) + "|",
-    ]
+    heads += ("handed out, minus the start", "repaired, times the start")
+    lines = ["| arm | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     for arm in arms:
         own = [f"{100 * arm['figures'][name]['value']:.1f}" for name in names]
         gain, factor, label = "", "", f"{arm['name'].removeprefix('eval-')}, {arm['view']} view"

@@ -126,7 +126,8 @@ fi
 if wanted careless; then
   "$PYTHON" -m sft.shapes_trajectories "$WORK/overlooked" --trajectories 2000 --careless 0.33 --seed 7
   "$PYTHON" -m sft.train --preset nano --data "$WORK/overlooked" --model "$WORK/sft/checkpoint" \
-    --output-dir "$WORK/careless" --max-steps 50 --optimizer.lr 3e-4 --validation.every 0
+    --output-dir "$WORK/careless" --max-steps 50 --optimizer.lr 3e-4 --validation.every 0 \
+    --packing.expected-tokens 900 --packing.max-tokens 1280 --packing.max-sample-tokens 1280
   finished careless
 fi
 if wanted gather-finer; then

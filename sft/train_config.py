@@ -271,9 +271,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "loss": {"timestep_shift": 2.0},
         "packing": {
             "weights": {"controller": 0, "whole": 1},
-            "expected_tokens": 900,
-            "max_tokens": 1280,
-            "max_sample_tokens": 1280,
+            "expected_tokens": 1200,  # four looks, with 144 patches an image, take 1,500
+            "max_tokens": 1664,
+            "max_sample_tokens": 1664,
         },
         "frozen": (),
         "optimizer": {"lr": 1e-4, "eps": 1e-10},

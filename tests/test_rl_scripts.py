@@ -153,6 +153,7 @@ def test_three_objectives_start_alike_and_differ_in_their_recipe_alone(start):
     ]
 
 
+@pytest.mark.slow
 def test_one_arm_runs_in_earnest_and_ends_with_its_table(tmp_path):
     small = ["--rollout.groups", "1", "--rollout.group-size", "2", "--rollout.max-rounds", "1"]
     small += ["--updates", "1", "--no-preflight", "--held-out.every", "0", "--pictures-every", "0"]

@@ -233,6 +233,7 @@ def test_accelerate_reads_every_launch_file(path):
 # --- for real -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_real_processes_train_and_leave_a_checkpoint(tmp_path):
     """Everything but the GPUs: the script, torchrun, gloo, FSDP2, the trainer."""
     from tests.tiny import write_tiny_checkpoint
