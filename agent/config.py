@@ -151,9 +151,9 @@ def resolved_profile(profile: ReflectionProfile, config: DrawConfig) -> Reflecti
             said = {n: getattr(config, n) for n in names if getattr(config, n) is not None}
             own = profile.say
             if config.sure_of_ten is not None:  # for every look, unless more is said
-                own = own.any_ten()
-                if config.sure_of_ten:
-                    said.setdefault("glances", profile.say.glances)
+                glances = own.glances if config.sure_of_ten else 1
+                every = {"sure_of_ten": config.sure_of_ten, "sure_of_ten_later": None}
+                own = replace(own, **every, glances=glances)
             changes["say"] = replace(own, **said)
             for name in ("edit_view", "layout"):
                 changes[name] = getattr(config, name) or getattr(profile, name)

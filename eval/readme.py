@@ -86,11 +86,12 @@ def evaluation() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _percent(estimate: dict | None) -> str:
+def _percent(estimate: dict | None, sign: str = "") -> str:
+    """sign: "+" for differences."""
     if not estimate or estimate["value"] is None:
         return "-"
     value, low, high = (100 * estimate[k] for k in ("value", "low", "high"))
-    return f"{value:.1f} ({low:.1f} to {high:.1f})"
+    return f"{value:{sign}.1f} ({low:{sign}.1f} to {high:{sign}.1f})"
 
 
 def full_size() -> str:
@@ -221,7 +222,7 @@ def objectives() -> str:
         lines.append(
             f"| {run['run']} | {run['updates']}, {run['images']:,} | {speed} "
             f"| {_percent(arm['figures']['accuracy_at_0'])} "
-            f"| {_signed(arm['minus_start']['accuracy_at_0'])} |"
+            f"| {_percent(arm['minus_start']['accuracy_at_0'], '+')} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -238,7 +239,7 @@ def reflection() -> str:
         own = [f"{100 * arm['figures'][name]['value']:.1f}" for name in names]
         gain, factor, label = "", "", f"{arm['name'].removeprefix('eval-')}, {arm['view']} view"
         if arm["name"] != "start":
-            gain = _signed(arm["minus_start"]["final_accuracy"])
+            gain = _percent(arm["minus_start"]["final_accuracy"], "+")
             of = arm["repair_factor"]
             factor = f"{of['value']:.1f} ({of['low']:.1f} to {of['high']:.1f})"
             label += f", {arm['runs']} seeds" if arm["runs"] > 1 else ""
@@ -248,11 +249,6 @@ def reflection() -> str:
 
 def _arms(path: Path) -> dict[str, dict]:
     return {a["name"]: a for a in json.loads(path.read_text(encoding="utf-8"))["arms"]}
-
-
-def _signed(estimate: dict) -> str:
-    value, low, high = (100 * estimate[k] for k in ("value", "low", "high"))
-    return f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -101,10 +101,10 @@ gathered() {
   "$PYTHON" -m sft.shapes_trajectories "$to/trajectories" --trajectories 0 --variants "$5" \
     --collected "$to"/looked{0,1,2} "$to/distorted"
 }
-# trained FOLDER DATA CHECKPOINT [SETTINGS]
+# trained FOLDER DATA CHECKPOINT [SETTINGS ...]
 trained() {
-  "$PYTHON" -m sft.train --config "scripts/sft/${4:-nano}.yaml" --data "$2" --model "$3" \
-    --output-dir "$1" --max-seconds "$SFT_SECONDS"
+  "$PYTHON" -m sft.train --config scripts/sft/nano.yaml --data "$2" --model "$3" \
+    --output-dir "$1" --max-seconds "$SFT_SECONDS" "${@:4}"
 }
 
 if wanted gather; then
@@ -132,11 +132,16 @@ if wanted careless; then
 fi
 if wanted gather-finer; then
   gathered "$WORK/third" "$WORK/sft/checkpoint" 6200 50000 2
-  "$PYTHON" -m sft.finer "$WORK/sft/checkpoint" --side 168 --sure-of-ten 0.8 --sure-of-ten-later 0.9 --glances 5 --output-dir "$WORK/widened"
+  "$PYTHON" -m sft.finer "$WORK/sft/checkpoint" --side 168 --output-dir "$WORK/widened" \
+    --sure-of-ten 0.8 --sure-of-ten-later 0.9 --glances 5
   finished gather-finer
 fi
 if wanted sft-finer; then
-  trained "$WORK/finer" "$WORK/third/trajectories" "$WORK/widened" nano_finer
+  # Half of the tokens are looks; four looks with 144 patches an image take 1,500 tokens.
+  trained "$WORK/finer" "$WORK/third/trajectories" "$WORK/widened" \
+    --packing.weights.controller 0.45 --packing.weights.whole 0.35 \
+    --packing.weights.transition 0.08 --packing.weights.anchor 0.12 \
+    --packing.expected-tokens 1200 --packing.max-tokens 1664 --packing.max-sample-tokens 1664
   finished sft-finer
 fi
 if wanted eval; then

@@ -95,11 +95,11 @@ def main(argv: Sequence[str]) -> int:
             "Name a model with squares of one size.",
         )
     bagel = Bagel.from_pretrained(folder, device="cpu")
-    patch = bagel.config.vit.patch_size
-    if config.side % patch or config.side <= rule.max_size:
+    vit = bagel.config.vit
+    patch, held = vit.patch_size, vit.grid_side * vit.patch_size
+    if config.side % patch or config.side <= held:
         raise UsageError(
-            f"side {config.side} does not fit",
-            f"Give a multiple of {patch} above {rule.max_size}.",
+            f"side {config.side} does not fit", f"Give a multiple of {patch} above {held}."
         )
     save(widened(bagel, config.side // patch), config.output_dir)
     shutil.copyfile(folder / VAE_WEIGHTS, config.output_dir / VAE_WEIGHTS)  # in its own precision

@@ -162,7 +162,6 @@ class Run:
         if stopped:
             self.save()
             return 128 + stopped
-        self.report()
         self.save()  # before the last look, which may fail
         if not (config.validation.every and self.step % config.validation.every == 0):
             self.look()

@@ -273,7 +273,7 @@ def test_a_first_choice_that_takes_certainty_is_withdrawn_from_the_rows_that_are
     plain = speak(bagel, contexts, on_logits=lambda x: seen.append(x.clone()), **options)
     shares = seen[0][:, [10, 11, 12]].softmax(-1)[:, 0]  # at temperature 1
     least = float(shares.sort().values[1:3].mean())  # two rows are sure enough
-    said = speak(bagel, contexts, sure=Sure(10, least), **options)
+    said = speak(bagel, contexts, sure=Sure(10, [least] * len(contexts)), **options)
     for row, (one, before, share) in enumerate(zip(said, plain, shares.tolist(), strict=True)):
         if share >= least:
             assert one == before
@@ -283,7 +283,7 @@ def test_a_first_choice_that_takes_certainty_is_withdrawn_from_the_rows_that_are
         expected = scores.log_softmax(-1)[one.sampled_ids[0] - 11].item()
         assert one.logprobs[0] == pytest.approx(expected, abs=1e-5)
     assert sum(one.allowed[0] == (11, 12) for one in said) == 2
-    assert speak(bagel, contexts, sure=Sure(10, 0.0), **options) == plain
+    assert speak(bagel, contexts, sure=Sure(10, [0.0] * len(contexts)), **options) == plain
     assert trie == {10: {20: {}}, 11: {22: {}}, 12: {}}
 
 

@@ -216,7 +216,7 @@ def test_glances_are_averaged_before_a_score_of_ten(bagel, profile, monkeypatch)
     speakers = [_Speaker(i, policy._scores, 4) for i in range(3)]
     wanted = 0.5 * 3 - own  # with two glances more of 1 and of this the mean is one half
     edge = torch.tensor([[1.0, wanted - 1 + 1e-4], [1.0, wanted - 1 - 1e-4], [0.0, 0.0]])
-    Sure(first.token, 0.5, edge).withdraw(logits, speakers)
+    Sure(first.token, [0.5] * 3, edge).withdraw(logits, speakers)
     assert [first.token in s.trie for s in speakers] == [True, False, False]
     with pytest.raises(ValueError, match="without sure_of_ten"):
         SaySettings(glances=2)

@@ -262,13 +262,13 @@ def test_a_pickle_is_refused_and_never_opened(service):
     assert "nothing is unpickled" in httpx.post(f"{service[0]}/score", content=body).text
 
 
-def test_thousands_of_items_are_sent_in_pieces(service):
+def test_ten_thousand_items_are_sent_in_pieces(service):
     client = RewardClient(service[0], patience=QUICK, chunk=500)
     pixel = Image.new("RGB", (1, 1), "white")
-    rows = [dict(PAIR.row)] * 3_000
-    verdicts = client.score([pixel] * 3_000, rows)
+    rows = [dict(PAIR.row)] * 10_000
+    verdicts = client.score([pixel] * 10_000, rows)
     client.close()
-    assert len(verdicts) == 3_000
+    assert len(verdicts) == 10_000
     assert {verdict.correct for verdict in verdicts} == {False}
 
 

@@ -97,14 +97,14 @@ class _Speaker:
 @dataclass(frozen=True)
 class Sure:
     """A first id that is only legal where it has at least this share of the first choice (of a
-    trie, at temperature 1); less sure, a row chooses among the others. least: of all rows, or of
-    each.
+    trie, at temperature 1); less sure, a row chooses among the others.
 
-    others: [rows, glances] shares that it has in further contexts of each row; the mean counts.
+    least: of each row. others: [rows, glances] shares that it has in further contexts of each row;
+    the mean counts.
     """
 
     token: int
-    least: float | tuple[float, ...]
+    least: Sequence[float]
     others: Tensor | None = None
 
     def share(self, logits: Tensor, trie: Trie) -> Tensor:
@@ -121,9 +121,8 @@ class Sure:
             if self.others is not None:
                 share = torch.cat([share[:, None], self.others.to(share)], 1).mean(1)
             others = {token: rest for token, rest in trie.items() if token != self.token}
-            least = self.least if isinstance(self.least, tuple) else (self.least,) * len(speakers)
-            for speaker, own, enough in zip(speakers, share.tolist(), least, strict=True):
-                if speaker.trie is trie and own < enough:
+            for speaker, own, least in zip(speakers, share.tolist(), self.least, strict=True):
+                if speaker.trie is trie and own < least:
                     speaker.trie = others
 
 
